@@ -1,0 +1,1 @@
+//! One TCP exchange that turns two addresses into two connected queue pairs.

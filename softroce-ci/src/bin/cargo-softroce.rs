@@ -1,0 +1,2 @@
+//! The `cargo softroce` command.
+fn main() {}

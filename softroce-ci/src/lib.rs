@@ -1,0 +1,1 @@
+//! Makes a host with a Soft-RoCE device.

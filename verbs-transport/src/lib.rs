@@ -1,0 +1,1 @@
+//! Messages between hosts over plain RDMA verbs.
