@@ -1,0 +1,277 @@
+//! The numbers that cross the wire, each as a type of its own.
+
+use std::{fmt, net::Ipv4Addr, net::Ipv6Addr};
+
+use serde::{Deserialize, Serialize};
+
+/// Largest 24-bit number: QP numbers and PSNs end here.
+const MAX_24: u32 = (1 << 24) - 1;
+
+/// Queue pair number: 24 bits, never 0 here (0 stands for "no QP" on the wire).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Qpn(u32);
+
+impl Qpn {
+    /// A QP number as a device or a peer states it; `None` for 0 and for more than 24 bits.
+    pub const fn new(raw: u32) -> Option<Self> {
+        if raw == 0 || raw > MAX_24 { None } else { Some(Self(raw)) }
+    }
+
+    /// The 24-bit number.
+    pub const fn get(self) -> u32 {
+        self.0
+    }
+}
+
+impl fmt::Debug for Qpn {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "qp {:#08x}", self.0)
+    }
+}
+
+impl fmt::Display for Qpn {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(self, f)
+    }
+}
+
+/// Packet sequence number: 24 bits, wrapping. No `Ord`: numbers that wrap have no total order.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Psn(u32);
+
+impl Psn {
+    /// A PSN as a peer states it; `None` above 24 bits.
+    pub const fn new(raw: u32) -> Option<Self> {
+        if raw > MAX_24 { None } else { Some(Self(raw)) }
+    }
+
+    /// The low 24 bits of a random number.
+    pub const fn from_random(bits: u32) -> Self {
+        Self(bits & MAX_24)
+    }
+
+    /// The 24-bit number.
+    pub const fn get(self) -> u32 {
+        self.0
+    }
+}
+
+impl fmt::Debug for Psn {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "psn {:#08x}", self.0)
+    }
+}
+
+/// A port's global identifier: 16 bytes, an IPv6 address in form (IPv4 as `::ffff:a.b.c.d`).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+pub struct Gid(pub [u8; 16]);
+
+impl Gid {
+    /// The GID read as an IPv6 address.
+    pub fn ipv6(self) -> Ipv6Addr {
+        Ipv6Addr::from(self.0)
+    }
+
+    /// The IPv4 address inside, if the GID is `::ffff:a.b.c.d`.
+    pub fn ipv4(self) -> Option<Ipv4Addr> {
+        self.ipv6().to_ipv4_mapped()
+    }
+
+    /// An empty slot of a GID table.
+    pub fn is_zero(self) -> bool {
+        self.0 == [0; 16]
+    }
+
+    /// What kind of address this is; two ports can only meet when the kinds agree.
+    pub fn family(self) -> GidFamily {
+        if self.ipv4().is_some() {
+            GidFamily::Ipv4Mapped
+        } else if self.ipv6().is_unicast_link_local() {
+            GidFamily::LinkLocal
+        } else {
+            GidFamily::Ipv6
+        }
+    }
+}
+
+impl fmt::Debug for Gid {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.ipv6())
+    }
+}
+
+impl fmt::Display for Gid {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(self, f)
+    }
+}
+
+/// The address family of a [`Gid`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum GidFamily {
+    /// `::ffff:a.b.c.d`: the port has an IPv4 address.
+    Ipv4Mapped,
+    /// A global or unique local IPv6 address.
+    Ipv6,
+    /// `fe80::/10`: reaches one link only.
+    LinkLocal,
+}
+
+/// How a GID's packets travel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum GidType {
+    /// InfiniBand, or a GID whose type is unknown.
+    Ib,
+    /// RoCE v1: an Ethernet frame, not routable.
+    RoceV1,
+    /// RoCE v2: UDP port 4791 over IP.
+    RoceV2,
+}
+
+/// The link under a port.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum LinkLayer {
+    /// InfiniBand: addressed by LID.
+    InfiniBand,
+    /// Ethernet (RoCE): addressed by GID.
+    Ethernet,
+}
+
+/// Path MTU: bytes of payload in one packet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum Mtu {
+    /// 256 bytes.
+    B256,
+    /// 512 bytes.
+    B512,
+    /// 1,024 bytes.
+    B1024,
+    /// 2,048 bytes.
+    B2048,
+    /// 4,096 bytes.
+    B4096,
+}
+
+impl Mtu {
+    /// Payload bytes in one packet.
+    pub const fn bytes(self) -> u32 {
+        match self {
+            Self::B256 => 256,
+            Self::B512 => 512,
+            Self::B1024 => 1024,
+            Self::B2048 => 2048,
+            Self::B4096 => 4096,
+        }
+    }
+}
+
+/// Names one worker for as long as its owner likes, over restarts: 16 bytes, chosen by the application or at random.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct InstanceId(pub u128);
+
+impl fmt::Debug for InstanceId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:032x}", self.0)
+    }
+}
+
+impl fmt::Display for InstanceId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(self, f)
+    }
+}
+
+/// A random number drawn at each start: tells a restarted peer from the one before. No order.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Incarnation(pub u64);
+
+impl fmt::Debug for Incarnation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:016x}", self.0)
+    }
+}
+
+impl fmt::Display for Incarnation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(self, f)
+    }
+}
+
+/// Counts one worker's epochs toward one peer, from 1; 0 on the wire means "none known".
+/// Each epoch has one QP, so a generation names that QP within its incarnation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Default, Serialize, Deserialize)]
+pub struct Generation(pub u64);
+
+/// One QP as its peer needs it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct QpEndpoint {
+    /// The QP's number.
+    pub qpn: Qpn,
+    /// The first PSN that the QP's owner will send with.
+    pub psn: Psn,
+}
+
+/// Where a QP lives: one port of one device, and the address it sends from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PortIdentity {
+    /// The device's node GUID.
+    pub device_guid: u64,
+    /// Port number, from 1.
+    pub port: u8,
+    /// What the port is plugged into.
+    pub link_layer: LinkLayer,
+    /// Local identifier; 0 on Ethernet.
+    pub lid: u16,
+    /// The address that packets come from.
+    pub gid: Gid,
+    /// How they travel.
+    pub gid_type: GidType,
+    /// The owner's own index of that GID. Only for messages to people: it means nothing to the peer.
+    pub gid_index: u8,
+    /// Partition key.
+    pub pkey: u16,
+    /// The port's active MTU. Both sides use the smaller of the two.
+    pub mtu: Mtu,
+}
+
+/// How many READs and atomics a device takes at once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RdAtomic {
+    /// As the one who asks (`max_qp_init_rd_atom`).
+    pub initiator: u8,
+    /// As the one who answers (`max_qp_rd_atom`).
+    pub responder: u8,
+}
+
+/// What one side tells the other: the same in both directions.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Offer {
+    /// Who sends this.
+    pub from: InstanceId,
+    /// The sender's run.
+    pub from_incarnation: Incarnation,
+    /// Who is meant.
+    pub to: InstanceId,
+    /// The run that is meant; another run of the same instance refuses.
+    pub to_incarnation: Incarnation,
+    /// The sender's epoch toward this peer.
+    pub generation: Generation,
+    /// The receiver's epoch that this answers, or the last one known; 0 for none.
+    pub echoed_generation: Generation,
+    /// The sender's port.
+    pub port: PortIdentity,
+    /// The QP for messages.
+    pub messaging: QpEndpoint,
+    /// The QP reserved for bulk reads, if any.
+    pub bulk: Option<QpEndpoint>,
+    /// The sender's READ limits.
+    pub rd_atomic: RdAtomic,
+    /// Bytes in each receive slab of the sender's: no SEND to it may be longer.
+    pub slab_bytes: u32,
+    /// Receive slabs that the sender keeps for this peer's SENDs: the peer's credits at the start.
+    pub window_slabs: u16,
+    /// Largest header + payload that the sender takes in one frame, in bytes.
+    pub eager_max_bytes: u32,
+    /// Feature bits; unknown ones are ignored.
+    pub features: u64,
+}
