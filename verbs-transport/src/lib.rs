@@ -1,1 +1,3 @@
 //! Messages between hosts over plain RDMA verbs.
+
+pub mod fabric;
