@@ -2,7 +2,14 @@
 
 pub mod fabric;
 pub mod proto;
+mod worker;
 
-/// Placeholder until the worker's errors land.
-#[derive(Debug, Clone)]
-pub struct SendError;
+pub use proto::{
+    frame::MessageType,
+    link::{LinkCounts, LinkLimits, SendErrorHandler},
+};
+pub use worker::{
+    Admission, AdmissionError, AdmissionState, Borrowed, Config, ConfigError, ConnectError, EpochEnd, FlowStats,
+    Handler, Inbound, PeerDescription, Progress, Received, RegisterError, SendError, SendOutcome, StartError, Stats,
+    Stream, Worker,
+};
