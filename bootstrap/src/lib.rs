@@ -16,6 +16,7 @@
 mod address;
 mod auth;
 mod config;
+mod counters;
 mod dial;
 mod exchange;
 mod history;
@@ -23,6 +24,7 @@ mod life;
 mod listen;
 mod mem_net;
 mod net;
+mod serve;
 mod status;
 mod tcp;
 mod types;
