@@ -27,6 +27,8 @@ mod net;
 mod serve;
 mod status;
 mod tcp;
+#[cfg(test)]
+mod testing;
 mod types;
 mod wire;
 
