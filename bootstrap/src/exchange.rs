@@ -216,6 +216,8 @@ pub struct Exchange {
     history: History,
     failures: u32,
     not_before: Option<Instant>,
+    /// The last reply was not from whom it should be: back off before the next dial.
+    misled: bool,
 }
 
 impl Exchange {
@@ -234,6 +236,7 @@ impl Exchange {
             history: History::default(),
             failures: 0,
             not_before: None,
+            misled: false,
         }
     }
 
@@ -276,6 +279,9 @@ impl Exchange {
             return DialStart::InFlight;
         }
         let Some(target) = self.target else { return DialStart::Unknown };
+        if std::mem::take(&mut self.misled) {
+            self.back_off(now);
+        }
         if let Some(until) = self.not_before.filter(|until| now < *until) {
             return DialStart::Wait { until };
         }
@@ -321,6 +327,7 @@ impl Exchange {
             && reply.generation > Generation(0)
             && reply.echoed_generation == dial.generation;
         if !meant || dial.generation != self.generation {
+            self.misled = !meant;
             return ReplyVerdict::Ignore;
         }
         match self.epoch {
@@ -355,6 +362,17 @@ impl Exchange {
                 DialFailed::EpochOver { retired: self.generation, retry_at: self.back_off(now) }
             }
         }
+    }
+
+    /// The dial in flight ended with a refusal. As [`Self::on_dial_failed`], and one that says
+    /// [`Status::StaleIncarnation`] turns back to the run that proved itself last: the registered address was older
+    /// than what this side had learnt from the peer itself.
+    pub fn on_refused(&mut self, status: Status, now: Instant) -> DialFailed {
+        let failed = self.on_dial_failed(now);
+        if status == Status::StaleIncarnation && matches!(failed, DialFailed::EpochOver { .. }) {
+            self.target = self.history.proven().or(self.target);
+        }
+        failed
     }
 
     /// The QP of this epoch reached RTS. `false`: the epoch is over, retire the QP.
@@ -525,3 +543,8 @@ enum Judged {
 
 /// 50 ms doubled 20 times is over 14 hours: any `max` is reached before.
 const MOST_DOUBLINGS: u32 = 20;
+
+#[cfg(test)]
+mod model;
+#[cfg(test)]
+mod tests;

@@ -21,6 +21,11 @@ pub(crate) struct History {
 }
 
 impl History {
+    /// The run that proved itself last.
+    pub(crate) fn proven(&self) -> Option<Incarnation> {
+        self.proven
+    }
+
     /// A later run has proven itself: this one never comes back.
     pub(crate) fn is_superseded(&self, incarnation: Incarnation) -> bool {
         self.run(incarnation).is_some_and(|run| run.superseded)

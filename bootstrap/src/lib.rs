@@ -16,6 +16,7 @@
 mod address;
 mod auth;
 mod config;
+mod counters;
 mod dial;
 mod exchange;
 mod history;
@@ -23,8 +24,11 @@ mod life;
 mod listen;
 mod mem_net;
 mod net;
+mod serve;
 mod status;
 mod tcp;
+#[cfg(test)]
+mod testing;
 mod types;
 mod wire;
 

@@ -2,10 +2,18 @@
 
 use std::{future::Future, io, net::SocketAddr, sync::Arc, time::Duration};
 
+use tokio::{
+    io::{AsyncRead, AsyncWrite},
+    sync::{Semaphore, watch},
+    task::{JoinError, JoinHandle, JoinSet},
+};
+
 use crate::{
     config::{Config, ConfigError},
+    counters::Counters,
     life::LifeSocket,
-    net::Net,
+    net::{Net, NetListener},
+    serve::{Shared, serve},
     status::{Refusal, Stage, Status},
     types::Offer,
     wire::WireError,
@@ -123,9 +131,14 @@ pub struct ListenerStats {
 }
 
 /// Takes hellos until it is stopped or dropped. No error of a dialer's or of accept ends it.
+///
+/// Dropping it aborts everything at once, `on_hello` included.
 #[derive(Debug)]
 pub struct Listener {
     local_addr: SocketAddr,
+    counters: Arc<Counters>,
+    stop: watch::Sender<bool>,
+    task: JoinHandle<()>,
 }
 
 impl Listener {
@@ -141,8 +154,21 @@ impl Listener {
         A: Acceptor<Stream = N::Stream>,
     {
         config.validate()?;
-        let _ = (net, acceptor);
-        Err(ListenError::Bind { addr, source: io::ErrorKind::Unsupported.into() })
+        let bind_error = |source| ListenError::Bind { addr, source };
+        let listener = net.listen(addr).await.map_err(bind_error)?;
+        let local_addr = listener.local_addr().map_err(bind_error)?;
+        if config.secret.is_none() && !local_addr.ip().is_loopback() {
+            tracing::warn!(
+                %local_addr,
+                "no shared secret: whoever reaches this port can connect and be taken for any worker"
+            );
+        }
+        let counters = Arc::new(Counters::default());
+        let (stop, stopped) = watch::channel(false);
+        let turns = Arc::new(Semaphore::new(config.parallel_exchanges));
+        let shared = Arc::new(Shared { config: config.clone(), turns });
+        let accepting = accept_loop(listener, shared, acceptor, Arc::clone(&counters), stopped);
+        Ok(Self { local_addr, counters, stop, task: tokio::spawn(accepting) })
     }
 
     /// Where it listens, with the port that was chosen.
@@ -152,11 +178,80 @@ impl Listener {
 
     /// What became of inbound connections so far.
     pub fn stats(&self) -> ListenerStats {
-        ListenerStats::default()
+        self.counters.snapshot()
     }
 
     /// Takes no more connections, ends exchanges in progress at their next wait for the dialer (those that
     /// `on_hello` said yes to through `on_abandoned`), and returns when all tasks and sockets are gone.
-    #[expect(clippy::unused_async, reason = "the body follows")]
-    pub async fn stop(self) {}
+    pub async fn stop(mut self) {
+        self.stop.send_replace(true);
+        if let Err(error) = (&mut self.task).await {
+            tracing::error!(%error, local_addr = %self.local_addr, "the accept loop did not end well");
+        }
+    }
 }
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+async fn accept_loop<L, A>(
+    mut listener: L,
+    shared: Arc<Shared>,
+    acceptor: Arc<A>,
+    counters: Arc<Counters>,
+    mut stop: watch::Receiver<bool>,
+) where
+    L: NetListener<Stream: AsyncRead + AsyncWrite + Unpin + Send>,
+    A: Acceptor<Stream = L::Stream>,
+{
+    let stopped = stop.clone();
+    let mut tasks = JoinSet::new();
+    let mut pause = FIRST_PAUSE;
+    loop {
+        let accepted = tokio::select! {
+            biased;
+            _ = stop.wait_for(|stopped| *stopped) => break,
+            Some(ended) = tasks.join_next() => {
+                complain(ended);
+                continue;
+            }
+            accepted = listener.accept() => accepted,
+        };
+        match accepted {
+            Ok((stream, from)) => {
+                pause = FIRST_PAUSE;
+                // Without a slot the stream is dropped here, which closes it.
+                if let Some(slot) = counters.accept(shared.config.max_pending) {
+                    let (shared, acceptor) = (Arc::clone(&shared), Arc::clone(&acceptor));
+                    tasks.spawn(serve(shared, acceptor, stream, from, slot, stopped.clone()));
+                }
+            }
+            // The dialer was gone before it was taken: says nothing about this host.
+            Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => counters.accept_failed(),
+            Err(error) => {
+                counters.accept_failed();
+                tracing::warn!(%error, ?pause, "cannot take connections; is the limit of open files too low?");
+                // Stopping waits for at most one pause.
+                tokio::time::sleep(pause).await;
+                pause = (pause * 2).min(LONGEST_PAUSE);
+            }
+        }
+    }
+    drop(listener);
+    while let Some(ended) = tasks.join_next().await {
+        complain(ended);
+    }
+}
+
+fn complain(ended: Result<(), JoinError>) {
+    if let Err(error) = ended {
+        tracing::error!(%error, "an inbound exchange did not end well");
+    }
+}
+
+/// After a failed accept: descriptors come free when exchanges end, which takes milliseconds to seconds.
+const FIRST_PAUSE: Duration = Duration::from_millis(10);
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);

@@ -6,7 +6,10 @@
 
 use std::io;
 
-use bincode::config::{BigEndian, Configuration, Fixint, Limit};
+use bincode::{
+    config::{BigEndian, Configuration, Fixint, Limit},
+    error::DecodeError,
+};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
@@ -86,7 +89,15 @@ pub enum WireError {
         /// How many.
         bytes: usize,
     },
-    /// A field with a value that it cannot have, or a body that is too short.
+    /// The body ends before its fields do.
+    #[error("the body of a {kind} frame is cut short after {bytes} bytes")]
+    Cut {
+        /// The frame's kind.
+        kind: &'static str,
+        /// How long the body is.
+        bytes: usize,
+    },
+    /// A field with a value that it cannot have.
     #[error("the body of a {kind} frame is unreadable: {reason}")]
     Body {
         /// The frame's kind.
@@ -268,8 +279,10 @@ pub(crate) fn encode_body<T: Serialize + ?Sized>(value: &T) -> Vec<u8> {
 
 /// Reads a body that must fill `bytes` exactly.
 pub(crate) fn decode_body<T: DeserializeOwned>(kind: &'static str, bytes: &[u8]) -> Result<T, WireError> {
-    let (value, used) = bincode::serde::decode_from_slice(bytes, CONFIG)
-        .map_err(|error| WireError::Body { kind, reason: error.to_string() })?;
+    let (value, used) = bincode::serde::decode_from_slice(bytes, CONFIG).map_err(|error| match error {
+        DecodeError::UnexpectedEnd { .. } => WireError::Cut { kind, bytes: bytes.len() },
+        other => WireError::Body { kind, reason: other.to_string() },
+    })?;
     if used < bytes.len() {
         return Err(WireError::Trailing { kind, bytes: bytes.len() - used });
     }
