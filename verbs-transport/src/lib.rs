@@ -1,3 +1,4 @@
 //! Messages between hosts over plain RDMA verbs.
 
 pub mod fabric;
+pub mod sim;
