@@ -2,6 +2,7 @@
 
 pub mod fabric;
 pub mod proto;
+pub mod sim;
 mod worker;
 
 pub use proto::{
