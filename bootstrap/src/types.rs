@@ -7,8 +7,19 @@ use serde::{Deserialize, Serialize};
 /// Largest 24-bit number: QP numbers and PSNs end here.
 const MAX_24: u32 = (1 << 24) - 1;
 
+/// A QP number or PSN from the wire that no device can have made: the peer is broken, refuse it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{what} {raw:#010x} is not a 24-bit number of that kind")]
+pub struct Not24Bits {
+    /// Which number.
+    pub what: &'static str,
+    /// What stood there.
+    pub raw: u32,
+}
+
 /// Queue pair number: 24 bits, never 0 here (0 stands for "no QP" on the wire).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(try_from = "u32", into = "u32")]
 pub struct Qpn(u32);
 
 impl Qpn {
@@ -20,6 +31,20 @@ impl Qpn {
     /// The 24-bit number.
     pub const fn get(self) -> u32 {
         self.0
+    }
+}
+
+impl TryFrom<u32> for Qpn {
+    type Error = Not24Bits;
+
+    fn try_from(raw: u32) -> Result<Self, Not24Bits> {
+        Self::new(raw).ok_or(Not24Bits { what: "QP number", raw })
+    }
+}
+
+impl From<Qpn> for u32 {
+    fn from(value: Qpn) -> Self {
+        value.0
     }
 }
 
@@ -37,6 +62,7 @@ impl fmt::Display for Qpn {
 
 /// Packet sequence number: 24 bits, wrapping. No `Ord`: numbers that wrap have no total order.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(try_from = "u32", into = "u32")]
 pub struct Psn(u32);
 
 impl Psn {
@@ -53,6 +79,20 @@ impl Psn {
     /// The 24-bit number.
     pub const fn get(self) -> u32 {
         self.0
+    }
+}
+
+impl TryFrom<u32> for Psn {
+    type Error = Not24Bits;
+
+    fn try_from(raw: u32) -> Result<Self, Not24Bits> {
+        Self::new(raw).ok_or(Not24Bits { what: "PSN", raw })
+    }
+}
+
+impl From<Psn> for u32 {
+    fn from(value: Psn) -> Self {
+        value.0
     }
 }
 
