@@ -271,13 +271,15 @@ fn choose_gid<'a>(port: &'a PortInfo, wanted: &Wanted) -> Result<(&'a GidInfo, S
     Ok((best, why_gid(port, best, wanted)))
 }
 
-/// In words, by the first rule that set the best apart from the next best.
+/// In words: the first rule that set the best apart from the GID that a choice by index would have taken, or from the
+/// next best when the best comes first.
 fn why_gid(port: &PortInfo, best: &GidInfo, wanted: &Wanted) -> String {
     if wanted.gid.is_some() {
         return "GID as configured".to_owned();
     }
-    let others = usable(port).filter(|slot| fits(slot, wanted) && slot.index != best.index);
-    let Some(next) = others.max_by_key(|slot| Score::of(slot, wanted)) else {
+    let others = || usable(port).filter(|slot| fits(slot, wanted) && slot.index != best.index);
+    let earlier = others().filter(|slot| slot.index < best.index).min_by_key(|slot| slot.index);
+    let Some(next) = earlier.or_else(|| others().max_by_key(|slot| Score::of(slot, wanted))) else {
         return "the only GID that fits".to_owned();
     };
     let (won, lost) = (Score::of(best, wanted), Score::of(next, wanted));
