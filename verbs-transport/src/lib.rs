@@ -1,8 +1,11 @@
 //! Messages between hosts over plain RDMA verbs.
+#![deny(unsafe_code)]
 
 pub mod fabric;
 pub mod proto;
+pub mod select;
 pub mod sim;
+pub mod verbs;
 mod worker;
 
 pub use proto::{
