@@ -19,7 +19,7 @@ use super::{
     fault::{Dice, Faults},
     qp::{Bytes, Qp, State},
     srq::Srq,
-    stats::{FaultCounts, HostReport, Stats},
+    stats::{FaultCounts, HostLife, HostReport, Stats},
 };
 use crate::fabric::{AsyncEvent, ConnectQpError, CreateQpError, FabricError, POLL_BATCH, QpCaps, QpPath, RecvSlab, Wc};
 
@@ -38,8 +38,8 @@ pub(super) struct Host {
     pub(super) config: HostConfig,
     pub(super) port: PortIdentity,
     pub(super) port_up: bool,
-    /// Killed or closed: every call fails with ENODEV.
-    pub(super) gone: bool,
+    /// Unless it is open, every call fails with ENODEV.
+    pub(super) life: HostLife,
     pub(super) cq: Cq,
     pub(super) srq: Srq,
     /// The SRQ looks empty until then.
@@ -53,6 +53,17 @@ pub(super) struct Host {
     async_events: VecDeque<AsyncEvent>,
     async_wakers: Vec<Waker>,
     pub(super) stats: Stats,
+}
+
+impl Host {
+    /// The process is no more, or has closed the device: the memory is not needed any longer, the counts are.
+    pub(super) fn end(&mut self, life: HostLife) {
+        if self.life == HostLife::Open {
+            self.life = life;
+            self.receive_memory = Vec::new();
+            self.send_memory = Vec::new();
+        }
+    }
 }
 
 /// Something that will happen.
@@ -183,7 +194,7 @@ impl Hca {
                 mtu: config.mtu,
             },
             port_up: true,
-            gone: false,
+            life: HostLife::Open,
             cq: Cq::new(config.cq_depth),
             srq: Srq::new(slabs.receive_slabs),
             storm_until: Duration::ZERO,
@@ -216,9 +227,7 @@ impl Hca {
             }
         }
         let host = &mut self.hosts[key.0];
-        host.gone = true;
-        host.receive_memory = Vec::new();
-        host.send_memory = Vec::new();
+        host.end(HostLife::Killed);
         host.async_events.push_back(AsyncEvent::DeviceFatal);
         self.wakes.append(&mut host.async_wakers);
         self.wakes.append(host.cq.wakers());
@@ -226,8 +235,7 @@ impl Hca {
     }
 
     pub(super) fn alive(&self, key: HostKey, what: &'static str) -> Result<(), FabricError> {
-        let host = self.host(key);
-        if host.gone { Err(FabricError { what, source: errno(ENODEV) }) } else { Ok(()) }
+        if self.host(key).life == HostLife::Open { Ok(()) } else { Err(FabricError { what, source: errno(ENODEV) }) }
     }
 
     pub(super) fn raise(&mut self, key: HostKey, event: AsyncEvent) {
@@ -272,7 +280,7 @@ impl Hca {
         for polled in 0..POLL_BATCH {
             let Some(Cqe { qpn, qp, what }) = host.cq.pop() else { return Ok(polled) };
             let mint = |srq: &mut Srq, slab| {
-                srq.to_caller(slab);
+                srq.return_to_caller(slab);
                 RecvSlab::mint(slab)
             };
             into.push(match what {
@@ -471,7 +479,7 @@ impl Hca {
         };
         let report = |(key, host): (usize, &Host)| HostReport {
             addr: host.addr,
-            gone: host.gone,
+            life: host.life,
             live_qps: host.live_qps,
             outstanding_wrs: outstanding(key),
             unpolled_cqes: host.cq.len(),

@@ -18,5 +18,5 @@ pub use config::{HostConfig, SimConfig};
 pub use fabric::{SimFabric, SimQp};
 pub use fault::{Faults, NetFaults};
 pub use net::{SimListener, SimNet, SimStream};
-pub use stats::{FaultCounts, HostReport, ReceiveSlabCount, Report, Stats};
+pub use stats::{FaultCounts, HostLife, HostReport, ReceiveSlabCount, Report, Stats};
 pub use world::SimWorld;

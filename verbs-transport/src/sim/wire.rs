@@ -124,7 +124,7 @@ impl Hca {
             }
             Happening::GiveUp(_) => {
                 if qp.state == State::Rts {
-                    self.to_error(key, Cause::Failed(WcStatus::RetryExceeded));
+                    self.enter_error(key, Cause::Failed(WcStatus::RetryExceeded));
                 }
             }
             Happening::SpuriousWake(_) => {}
@@ -177,7 +177,7 @@ impl Hca {
         if len > self.host(to).config.slabs.receive_bytes {
             let status = WcStatus::LocalLength;
             self.complete_qp(peer, CqeWhat::ReceiveFailed { slab, status });
-            self.to_error(peer, Cause::Fell);
+            self.enter_error(peer, Cause::Fell);
             return self.refused(key, WcStatus::RemoteInvalidRequest);
         }
         if resumed.is_none() && self.stops_half_way(key, len) {
@@ -308,7 +308,7 @@ impl Hca {
         if self.dice.chance(self.faults.qp_error) {
             self.fault_counts.qp_errors += 1;
             let victim = if self.dice.chance(0.5) { key } else { peer };
-            self.to_error(victim, Cause::Fell);
+            self.enter_error(victim, Cause::Fell);
             return true;
         }
         false
@@ -406,11 +406,11 @@ impl Hca {
         for _ in qp.acked..qp.arrived {
             self.ack_one(key);
         }
-        self.to_error(key, Cause::Failed(status));
+        self.enter_error(key, Cause::Failed(status));
     }
 
     /// To ERR, from any state: everything outstanding is flushed, in order.
-    pub(super) fn to_error(&mut self, key: QpKey, cause: Cause) {
+    pub(super) fn enter_error(&mut self, key: QpKey, cause: Cause) {
         let Some(qp) = self.qps[key.0].as_deref_mut() else { return };
         if qp.state == State::Error {
             return;

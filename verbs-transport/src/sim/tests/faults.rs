@@ -89,7 +89,7 @@ async fn run(seed: u64, faults: Faults) -> (u64, [Outcome; 2], FaultCounts) {
     let world = SimWorld::new(SimConfig { faults, latency, ..SimConfig::seeded(seed) });
     let slabs = SlabSizes { receive_slabs: 32, receive_bytes: 2048, send_slabs: 16, send_bytes: 2048 };
     let host = HostConfig { slabs, ..HostConfig::default() };
-    let (mut a, mut b) = (Side::new(&world, A, host.clone()), Side::new(&world, B, host));
+    let (mut a, mut b) = (Side::new(&world, A, host), Side::new(&world, B, host));
     let (qp_a, qp_b) = loop {
         let Ok(qp_a) = a.fabric.create_qp(CAPS).map(Arc::new) else { continue };
         let Ok(qp_b) = b.fabric.create_qp(CAPS).map(Arc::new) else { continue };

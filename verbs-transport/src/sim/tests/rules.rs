@@ -356,7 +356,7 @@ async fn posting_a_send_slab_twice_is_our_bug() {
 
 #[tokio::test(start_paused = true)]
 async fn killed_host_fails_its_own_calls_and_a_restart_takes_its_address() {
-    let mut pair = Pair::new().await;
+    let pair = Pair::new().await;
     pair.world.kill_host(B);
     assert_eq!(pair.b.event(), Some(AsyncEvent::DeviceFatal));
     assert!(pair.b.fabric.poll(&mut Vec::new()).is_err() && pair.b.fabric.create_qp(CAPS).is_err());
