@@ -14,7 +14,7 @@ use super::{
     net::SimNet,
     qp::State,
     stats::{HostLife, HostReport},
-    wire::Cause,
+    trouble::Cause,
     world::Shared,
 };
 use crate::fabric::{

@@ -19,7 +19,7 @@ use super::{
     hca::{Hca, HostKey, QpKey},
     net::NetState,
     stats::{FaultCounts, HostLife, Report, Stats},
-    wire::Cause,
+    trouble::Cause,
 };
 
 /// A number of hosts that reach each other, and the hand that lets things go wrong between them.

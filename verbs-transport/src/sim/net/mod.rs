@@ -153,6 +153,7 @@ impl Net for SimNet {
                     return Err(error);
                 }
                 Dialed::Cut(healed) => tokio::select! {
+                    biased;
                     () = healed.notified() => {}
                     () = sleep(DIAL_GIVES_UP) => return Err(errno(ETIMEDOUT)),
                 },

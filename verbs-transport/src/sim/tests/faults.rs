@@ -253,3 +253,46 @@ async fn faults_that_are_stopped_strike_no_more() {
     assert_eq!(pair.b.messages(), [b"x"]);
     assert_eq!(pair.world.fault_counts(), FaultCounts { refused_posts: 1, ..FaultCounts::default() });
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_port_that_is_down_may_hang_its_qps_for_ever() {
+    let mut pair = pair_with(Faults { port_down_hangs: 1.0, ..Faults::none() }).await;
+    pair.world.port_down(A);
+    pair.send(b"x", true).unwrap();
+    pair.world.port_up(A);
+    sleep(Duration::from_secs(60)).await;
+    assert!(pair.a.poll().is_empty() && pair.b.poll().is_empty() && pair.qp_a.is_rts().unwrap());
+}
+
+#[tokio::test(start_paused = true)]
+async fn qps_fall_on_either_side_and_the_other_hears_nothing() {
+    let mut fallen = [0; 2];
+    for seed in 0..20 {
+        let faults = Faults { qp_error: 1.0, ..Faults::none() };
+        let mut pair = Pair::with(SimConfig { faults, ..SimConfig::seeded(seed) }, small(), |_| {}).await;
+        pair.send(b"x", true).unwrap();
+        let alive = (pair.qp_a.is_rts().unwrap(), pair.qp_b.is_rts().unwrap());
+        assert!(alive == (true, false) || alive == (false, true), "{alive:?}");
+        fallen[usize::from(alive.0)] += 1;
+        assert_eq!(pair.b.event(), None);
+    }
+    assert!(fallen.iter().all(|count| *count > 2), "{fallen:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn making_and_connecting_qps_may_fail_or_be_slow() {
+    let second = Duration::from_secs(1);
+    let of = |faults| SimWorld::new(SimConfig { faults, ..SimConfig::default() });
+    let exhausted = of(Faults { create_qp_exhausted: 1.0, ..Faults::none() }).host(A, small());
+    assert!(exhausted.create_qp(CAPS).unwrap_err().to_string().contains("no QP to be had"));
+    for (faults, fine) in [
+        (Faults { connect_no_route: 1.0, ..Faults::none() }, false),
+        (Faults { connect_slow: 1.0, connect_slow_by: second..=second, ..Faults::none() }, true),
+    ] {
+        let world = of(faults);
+        let (a, b) = (Side::new(&world, A, small()), Side::new(&world, B, small()));
+        let start = Instant::now();
+        assert_eq!(connect((&a, &a.qp()), (&b, &b.qp()), |_| {}).await.is_ok(), fine);
+        assert!(start.elapsed() >= second);
+    }
+}

@@ -8,7 +8,7 @@ use super::pair::*;
 use crate::{
     fabric::{AsyncEvent, FabricQp, QpCaps, SendData, SendWr, Wc, WcStatus, WrSeq},
     fabric::{CreateQpError, Fabric},
-    sim::{HostConfig, SimConfig},
+    sim::{HostConfig, SimConfig, SimWorld},
 };
 
 fn failed(wc: &Wc) -> Option<(u64, WcStatus)> {
@@ -409,4 +409,26 @@ async fn the_leak_check_names_what_is_left() {
     assert!(a.upgrade().is_none() && b.upgrade().is_none());
     drop(pair);
     world.assert_quiet();
+}
+
+#[tokio::test(start_paused = true)]
+async fn two_processes_on_one_machine_share_its_numbers_and_reach_each_other() {
+    let world = SimWorld::new(SimConfig::default());
+    let (one, mut two) = (Side::new(&world, A, small()), Side::new(&world, A, small()));
+    two.post_receives(1);
+    let (qp_one, qp_two) = (one.qp(), two.qp());
+    assert_ne!(qp_one.qpn(), qp_two.qpn());
+    connect((&one, &qp_one), (&two, &qp_two), |_| {}).await.unwrap();
+    qp_one.post(&[SendWr { seq: WrSeq(0), signaled: false, data: SendData::Inline(b"hello") }]).unwrap();
+    assert_eq!(two.messages(), [b"hello"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn hosts_use_the_same_qp_numbers_for_different_qps() {
+    let world = SimWorld::new(SimConfig::default());
+    let (a, b) = (Side::new(&world, A, small()), Side::new(&world, B, small()));
+    let numbers = |side: &Side| (0..40).map(|_| side.qp().qpn().get()).collect::<std::collections::BTreeSet<_>>();
+    let (at_a, at_b) = (numbers(&a), numbers(&b));
+    assert_ne!(at_a.first(), at_b.first());
+    assert!(!at_a.is_disjoint(&at_b));
 }

@@ -118,3 +118,32 @@ async fn events_wake_across_threads_in_real_time() {
     }
     receiver.await.unwrap();
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn latency_in_real_time_needs_nobody_to_poll() {
+    let way = Duration::from_millis(20);
+    let config = SimConfig { latency: way..=way, ..SimConfig::default() };
+    let mut pair = Pair::with(config, small(), |_| {}).await;
+    let start = Instant::now();
+    pair.b.fabric.arm().unwrap();
+    pair.send(b"x", false).unwrap();
+    pair.b.wake().await;
+    assert!(start.elapsed() >= way);
+    assert_eq!(pair.b.messages(), [b"x"]);
+}
+
+#[test]
+fn without_a_runtime_every_call_moves_time() {
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    let mut pair = runtime.block_on(Pair::new());
+    drop(runtime);
+    pair.world.hold_receives(B, true);
+    pair.send(b"x", true).unwrap();
+    pair.world.hold_receives(B, false);
+    let start = Instant::now();
+    while pair.a.poll().is_empty() {
+        assert!(start.elapsed() < Duration::from_secs(5));
+        std::thread::yield_now();
+    }
+    assert_eq!(pair.b.messages(), [b"x"]);
+}
