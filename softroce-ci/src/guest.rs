@@ -1,8 +1,8 @@
 //! The agent inside a guest: process 1, which reaps, and the worker, which runs commands for the host.
 
 use std::fs::File;
-use std::io::{self, Read as _};
-use std::os::unix::fs::{OpenOptionsExt as _, symlink};
+use std::io;
+use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::Command;
 use std::sync::{Arc, Mutex};
@@ -15,6 +15,7 @@ use serde::{Deserialize, Serialize};
 use crate::commands::Commands;
 use crate::guest_device;
 use crate::initramfs::RUN;
+use crate::klog::KernelLog;
 use crate::peer;
 use crate::wire::{Frame, Hello, Kind, PEER};
 
@@ -235,65 +236,5 @@ fn drain(log: &Mutex<KernelLog>, out: &dyn Fn(Frame)) {
         while let Some(line) = log.next() {
             out(Frame::new(Kind::Kmsg, 0, line));
         }
-    }
-}
-
-/// The kernel log's records of level warning or worse.
-struct KernelLog(File);
-
-impl KernelLog {
-    fn open() -> io::Result<Self> {
-        let nonblocking = rustix::fs::OFlags::NONBLOCK.bits().cast_signed();
-        Ok(Self(
-            File::options()
-                .read(true)
-                .custom_flags(nonblocking)
-                .open("/dev/kmsg")?,
-        ))
-    }
-
-    fn next(&mut self) -> Option<String> {
-        let mut record = [0; 8192];
-        loop {
-            match self.0.read(&mut record) {
-                Ok(0) => return None,
-                Ok(n) => {
-                    if let Some(line) = warning(&String::from_utf8_lossy(&record[..n])) {
-                        return Some(line);
-                    }
-                }
-                // Records were overwritten before we read them: go on with the oldest one left.
-                Err(error)
-                    if error.raw_os_error() == Some(rustix::io::Errno::PIPE.raw_os_error()) => {}
-                Err(_) => return None,
-            }
-        }
-    }
-}
-
-/// "4,120,5000,-;text": priority (facility times 8 plus level), number, time, flags; then the text.
-fn warning(record: &str) -> Option<String> {
-    const WARNING: u32 = 4;
-    let (head, text) = record.split_once(';')?;
-    let priority: u32 = head.split(',').next()?.parse().ok()?;
-    let kernel_s_own = priority < 8;
-    (kernel_s_own && priority <= WARNING)
-        .then(|| text.lines().next().unwrap_or_default().to_owned())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_the_kernel_s_warnings_and_worse_are_passed_on() {
-        assert_eq!(
-            warning("4,1,2,-;WARNING: CPU: 0\n SUBSYSTEM=x").as_deref(),
-            Some("WARNING: CPU: 0")
-        );
-        assert_eq!(warning("0,1,2,-;panic").as_deref(), Some("panic"));
-        assert_eq!(warning("6,1,2,-;chatter"), None);
-        assert_eq!(warning("12,1,2,-;user space"), None);
-        assert_eq!(warning("garbage"), None);
     }
 }

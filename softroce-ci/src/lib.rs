@@ -12,33 +12,40 @@
 //! | the guests from outside | `boot`, `qemu`, `machine`, `session` |
 //! | the guests from inside (this same program is their agent) | `guest`, `guest_device`, `peer` |
 //! | commands and their streams | `wire`, `commands`, `exec`, `output`, `term`, `signals` |
-//! | the subcommands | `run`, `test`, `build`, `report` |
+//! | the subcommands | `run`, `program`, `test`, `build`, `report`, `klog`, `glob` |
 
 mod arch;
 mod boot;
+mod build;
 mod cli;
 mod commands;
 mod cpio;
 mod elf;
 mod error;
 mod exec;
+mod glob;
 mod guest;
 mod guest_device;
 mod initramfs;
 mod kernel;
+mod klog;
 mod kvm;
 mod machine;
+mod metadata;
 mod modules;
 mod output;
 mod peer;
 mod place;
+mod program;
 mod progress;
 mod qemu;
+mod report;
 mod run;
 mod session;
 mod setup;
 mod signals;
 mod term;
+mod test;
 mod via;
 mod wire;
 
@@ -79,17 +86,21 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
 
 fn dispatch(cli: cli::Cli) -> Result<ExitCode, Error> {
     use cli::Command;
-    match cli.command {
-        Command::GuestAgent => return Ok(guest::process_one()),
-        Command::GuestWorker => return Ok(guest::worker()),
-        Command::GuestPeerExec { command } => return Ok(peer::client(command)),
-        _ => {}
+    if !matches!(
+        cli.command,
+        Command::GuestAgent | Command::GuestWorker | Command::GuestPeerExec { .. }
+    ) {
+        signals::watch()?;
     }
-    signals::watch()?;
     match cli.command {
+        Command::GuestAgent => Ok(guest::process_one()),
+        Command::GuestWorker => Ok(guest::worker()),
+        Command::GuestPeerExec { command } => Ok(peer::client(command)),
         Command::Setup => run::setup(&cli.global),
         Command::Run(args) => run::run(&cli.global, args),
         Command::Shell { command } => run::shell(&cli.global, command),
-        _ => Err(Error::Config("not yet".to_owned())),
+        Command::Test(args) => test::test(&cli.global, &args),
+        Command::Demo { args } => program::demo(&cli.global, args),
+        Command::Probe { args } => program::probe(&cli.global, args),
     }
 }

@@ -15,7 +15,7 @@ use crate::signals::{self, Registered};
 use crate::wire::Frame;
 
 /// Lines of the console that an error shows.
-const CONSOLE_LINES: usize = 30;
+const CONSOLE_LINES: usize = 50;
 /// QEMU makes its sockets within this, or not at all.
 const SOCKET_PATIENCE: Duration = Duration::from_secs(20);
 
@@ -37,15 +37,22 @@ pub(crate) enum Event {
 
 /// The console's last lines, with QEMU's own messages.
 #[derive(Clone, Default)]
-pub(crate) struct Console(Arc<Mutex<VecDeque<String>>>);
+pub(crate) struct Console(Arc<Mutex<Lines>>);
+
+#[derive(Default)]
+struct Lines {
+    last: VecDeque<String>,
+    crash: bool,
+}
 
 impl Console {
     fn push(&self, line: &str) {
         if let Ok(mut lines) = self.0.lock() {
-            if lines.len() == CONSOLE_LINES {
-                lines.pop_front();
+            if lines.last.len() == CONSOLE_LINES {
+                lines.last.pop_front();
             }
-            lines.push_back(line.to_owned());
+            lines.last.push_back(line.to_owned());
+            lines.crash |= is_crash(line);
         }
     }
 
@@ -54,7 +61,7 @@ impl Console {
         let lines = self
             .0
             .lock()
-            .map(|lines| Vec::from(lines.clone()))
+            .map(|lines| Vec::from(lines.last.clone()))
             .unwrap_or_default();
         if lines.is_empty() {
             "    (nothing)".to_owned()
@@ -65,9 +72,7 @@ impl Console {
 
     /// Whether a kernel's last words are among them.
     pub(crate) fn shows_crash(&self) -> bool {
-        self.0
-            .lock()
-            .is_ok_and(|lines| lines.iter().any(|line| is_crash(line)))
+        self.0.lock().is_ok_and(|lines| lines.crash)
     }
 }
 

@@ -32,6 +32,15 @@ impl Output for Plain {
     }
 }
 
+/// Both streams to our standard error, when standard output is for something else.
+pub(crate) struct AllToStderr;
+
+impl Output for AllToStderr {
+    fn bytes(&mut self, _host: usize, _stream: Stream, bytes: &[u8]) {
+        let _reader_gone = write_all(io::stderr().lock(), bytes);
+    }
+}
+
 fn write_all(mut to: impl Write, bytes: &[u8]) -> io::Result<()> {
     to.write_all(bytes)?;
     to.flush()

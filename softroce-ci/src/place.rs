@@ -224,8 +224,8 @@ pub(crate) fn command(
     }
 }
 
-/// Whether a variable of ours goes to the commands. What `cargo run` sets for this program itself does not.
-fn passes(name: &std::ffi::OsStr) -> bool {
+/// What `cargo run` sets for this program itself: nobody else's business.
+pub(crate) fn is_ours(name: &str) -> bool {
     const OWN: [&str; 5] = [
         "CARGO_PKG_",
         "CARGO_MANIFEST_",
@@ -233,6 +233,11 @@ fn passes(name: &std::ffi::OsStr) -> bool {
         "CARGO_CRATE_",
         "CARGO_PRIMARY_",
     ];
+    OWN.iter().any(|start| name.starts_with(start))
+}
+
+/// Whether a variable of ours goes to the commands.
+fn passes(name: &std::ffi::OsStr) -> bool {
     const NAMES: [&str; 12] = [
         "HOME",
         "PATH",
@@ -251,8 +256,7 @@ fn passes(name: &std::ffi::OsStr) -> bool {
     let Some(name) = name.to_str() else {
         return false;
     };
-    let own = OWN.iter().any(|start| name.starts_with(start));
-    !own && (NAMES.contains(&name) || STARTS.iter().any(|start| name.starts_with(start)))
+    !is_ours(name) && (NAMES.contains(&name) || STARTS.iter().any(|start| name.starts_with(start)))
 }
 
 #[cfg(test)]

@@ -14,6 +14,7 @@ use tempfile::TempDir;
 use crate::boot;
 use crate::commands::Commands;
 use crate::error::{Context as _, Error};
+use crate::klog::KernelLog;
 use crate::machine::{Event, Machine, is_crash};
 use crate::output::{Output, Stream};
 use crate::signals::{self, Registered};
@@ -37,6 +38,13 @@ pub(crate) struct Job {
     pub(crate) spec: ExecSpec,
 }
 
+/// A job that runs.
+struct Running {
+    host: usize,
+    has_terminal: bool,
+    outcome: Option<Outcome>,
+}
+
 /// How a command ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Outcome {
@@ -50,7 +58,12 @@ pub(crate) enum Outcome {
 
 enum Place {
     Guests(Vec<Machine>),
-    Here(Commands, Local),
+    Here {
+        commands: Commands,
+        log: Option<KernelLog>,
+        /// Held for its drop.
+        _device: Local,
+    },
 }
 
 /// The place. Dropping it ends the guests, or removes the device that was made, and what was temporary.
@@ -104,7 +117,11 @@ impl Session {
             heard: vec![Instant::now()],
             via: local.via(),
             device: local.device().to_owned(),
-            place: Place::Here(Commands::new(out), local),
+            place: Place::Here {
+                commands: Commands::new(out),
+                log: KernelLog::open_at_end().ok(),
+                _device: local,
+            },
             events,
             tell,
             next_channel: 1,
@@ -113,6 +130,11 @@ impl Session {
             shared,
             _dir: (dir, registered),
         })
+    }
+
+    /// This host, without a device.
+    pub(crate) fn bare() -> Result<Self, Error> {
+        Self::here(Local::none(), None)
     }
 
     /// How many hosts there are.
@@ -150,15 +172,23 @@ impl Session {
 
     /// Lines of level warning or worse that the guests' kernels logged since the last call.
     pub(crate) fn take_kernel_log(&mut self) -> Result<Vec<String>, Error> {
-        if let Place::Guests(machines) = &mut self.place {
-            let mut waiting = machines.len();
-            machines
-                .iter_mut()
-                .for_each(|machine| machine.send(&Frame::new(Kind::Sync, 0, Vec::new())));
-            while waiting > 0 {
-                if let Some((_, frame)) = self.next()? {
-                    waiting -= usize::from(frame.kind == Kind::Sync);
-                }
+        let mut waiting = 0;
+        match &mut self.place {
+            Place::Here { log, .. } => {
+                let lines = log
+                    .iter_mut()
+                    .flat_map(|log| std::iter::from_fn(|| log.next()));
+                self.kernel_log.extend(lines);
+            }
+            Place::Guests(machines) => {
+                waiting = machines.len();
+                let sync = Frame::new(Kind::Sync, 0, Vec::new());
+                machines.iter_mut().for_each(|machine| machine.send(&sync));
+            }
+        }
+        while waiting > 0 {
+            if let Some(Event::Frame(_, frame)) = self.next_event()? {
+                waiting -= usize::from(frame.kind == Kind::Sync);
             }
         }
         Ok(std::mem::take(&mut self.kernel_log))
@@ -186,53 +216,58 @@ impl Session {
         input: bool,
         output: &mut dyn Output,
     ) -> Result<Vec<Outcome>, Error> {
-        let start = Instant::now();
         let first = self.next_channel;
         let mut runs = Vec::new();
-        for job in jobs {
-            let body = serde_json::to_vec(&job.spec).map_err(std::io::Error::from);
+        for Job { host, spec } in jobs {
+            let body = serde_json::to_vec(&spec).map_err(std::io::Error::from);
             let body = body.context(|| "encode a command".to_owned())?;
-            self.send(job.host, Frame::new(Kind::Exec, self.next_channel, body));
-            runs.push((job.host, job.spec.pty, None::<Outcome>));
+            self.send(host, Frame::new(Kind::Exec, self.next_channel, body));
             self.next_channel += 1;
+            runs.push(Running {
+                host,
+                has_terminal: spec.pty.is_some(),
+                outcome: None,
+            });
         }
+        let input_to = runs.first().map_or(0, |run| run.host);
         let feeder = input.then(|| feed_standard_input(self.tell.clone()));
         let mut size = crate::term::size();
-        let mut kill: Option<(Instant, Outcome)> = None;
-        let mut killed_at: Option<Instant> = None;
-        if let Some(timeout) = timeout {
-            kill = Some((start + timeout, Outcome::TimedOut));
-        }
-        while runs.iter().any(|(_, _, outcome)| outcome.is_none()) {
-            let frame = match self.next_or_input(&runs, first)? {
-                Some(frame) => frame,
-                None => {
-                    let now = Instant::now();
-                    if let Some((host, Some(was), None)) = runs.first().copied() {
-                        if crate::term::size() != size {
-                            size = crate::term::size();
-                            let _first_size = was;
-                            let body = [size.0.to_le_bytes(), size.1.to_le_bytes()].concat();
-                            self.send(host, Frame::new(Kind::Resize, first, body));
-                        }
-                    }
-                    if let (Some((at, outcome)), None) = (kill, killed_at) {
-                        if now >= at {
-                            killed_at = Some(now);
-                            self.kill(&mut runs, first, outcome);
-                        }
-                    }
-                    if killed_at.is_some_and(|at| now > at + KILL_PATIENCE) {
-                        return Err(self.hung(0, KILL_PATIENCE));
-                    }
+        let mut end = timeout.map(|timeout| (Instant::now() + timeout, Outcome::TimedOut));
+        let mut killed: Option<Instant> = None;
+        while runs.iter().any(|run| run.outcome.is_none()) {
+            let event = self.next_event()?;
+            let now = Instant::now();
+            if killed.is_none() && end.is_some_and(|(at, _)| now >= at) {
+                killed = Some(now);
+                self.kill(&runs, first);
+            }
+            if killed.is_some_and(|at| now > at + KILL_PATIENCE) {
+                return Err(self.hung(input_to, KILL_PATIENCE));
+            }
+            if runs.first().is_some_and(|run| run.has_terminal) && crate::term::size() != size {
+                size = crate::term::size();
+                let body = [size.0.to_le_bytes(), size.1.to_le_bytes()].concat();
+                self.send(input_to, Frame::new(Kind::Resize, first, body));
+            }
+            let (host, frame) = match event {
+                Some(Event::Frame(host, frame)) => (host, frame),
+                Some(Event::Input(bytes)) => {
+                    let kind = if bytes.is_empty() {
+                        Kind::StdinEnd
+                    } else {
+                        Kind::Stdin
+                    };
+                    self.send(input_to, Frame::new(kind, first, bytes));
                     continue;
                 }
+                _ => continue,
             };
-            let (host, frame) = frame;
-            let Some(index) = frame.channel.checked_sub(first).map(|index| index as usize) else {
-                continue;
-            };
-            let Some((_, _, outcome)) = runs.get_mut(index) else {
+            // Frames of earlier commands, killed and late, have smaller channels.
+            let index = frame
+                .channel
+                .checked_sub(first)
+                .and_then(|index| usize::try_from(index).ok());
+            let Some(run) = index.and_then(|index| runs.get_mut(index)) else {
                 continue;
             };
             match frame.kind {
@@ -241,35 +276,29 @@ impl Session {
                 Kind::StdinAck => drop(feeder.as_ref().map(|more| more.send(()))),
                 Kind::Exit => {
                     let status = frame.number();
-                    *outcome = Some(match (killed_at, kill) {
-                        (Some(_), Some((_, why))) => why,
-                        _ => Outcome::Exited(status),
-                    });
-                    let at = Instant::now() + AFTER_FAILURE;
-                    if status != 0 && kill.is_none_or(|(planned, _)| planned > at) {
-                        kill = Some((at, Outcome::Abandoned));
+                    let why_killed = killed.and(end).map(|(_, why)| why);
+                    run.outcome = Some(why_killed.unwrap_or(Outcome::Exited(status)));
+                    let soon = now + AFTER_FAILURE;
+                    if status != 0 && end.is_none_or(|(at, _)| at > soon) {
+                        end = Some((soon, Outcome::Abandoned));
                     }
                 }
                 _ => {}
             }
         }
-        Ok(runs
-            .into_iter()
-            .filter_map(|(_, _, outcome)| outcome)
-            .collect())
+        Ok(runs.into_iter().filter_map(|run| run.outcome).collect())
     }
 
-    fn kill(
-        &mut self,
-        runs: &mut [(usize, Option<(u16, u16)>, Option<Outcome>)],
-        first: u32,
-        _why: Outcome,
-    ) {
-        for ((host, _, outcome), channel) in runs.iter().zip(first..) {
-            if outcome.is_none() {
-                let signal = Signal::KILL.as_raw().to_le_bytes();
-                self.send(*host, Frame::new(Kind::Signal, channel, signal));
-            }
+    fn kill(&mut self, runs: &[Running], first: u32) {
+        for (run, channel) in runs
+            .iter()
+            .zip(first..)
+            .filter(|(run, _)| run.outcome.is_none())
+        {
+            self.send(
+                run.host,
+                Frame::new(Kind::Signal, channel, Signal::KILL.as_raw().to_le_bytes()),
+            );
         }
     }
 
@@ -280,35 +309,7 @@ impl Session {
                     machine.send(&frame);
                 }
             }
-            Place::Here(commands, _) => commands.handle(frame),
-        }
-    }
-
-    fn next_or_input(
-        &mut self,
-        runs: &[(usize, Option<(u16, u16)>, Option<Outcome>)],
-        first: u32,
-    ) -> Result<Option<(usize, Frame)>, Error> {
-        match self.next_event()? {
-            Some(Event::Input(bytes)) => {
-                let host = runs.first().map_or(0, |(host, _, _)| *host);
-                let kind = if bytes.is_empty() {
-                    Kind::StdinEnd
-                } else {
-                    Kind::Stdin
-                };
-                self.send(host, Frame::new(kind, first, bytes));
-                Ok(None)
-            }
-            Some(Event::Frame(host, frame)) => Ok(Some((host, frame))),
-            _ => Ok(None),
-        }
-    }
-
-    fn next(&mut self) -> Result<Option<(usize, Frame)>, Error> {
-        match self.next_event()? {
-            Some(Event::Frame(host, frame)) => Ok(Some((host, frame))),
-            _ => Ok(None),
+            Place::Here { commands, .. } => commands.handle(frame),
         }
     }
 
@@ -367,7 +368,7 @@ impl Session {
     }
 
     fn check_silence(&mut self) -> Result<Option<Event>, Error> {
-        if matches!(self.place, Place::Here(..)) {
+        if matches!(self.place, Place::Here { .. }) {
             return Ok(None);
         }
         match self
@@ -392,7 +393,7 @@ impl Session {
         let host = self.host_name(index);
         let console = match &self.place {
             Place::Guests(machines) => machines[index].console.tail(),
-            Place::Here(..) => "    (this host; see dmesg)".to_owned(),
+            Place::Here { .. } => "    (this host; see dmesg)".to_owned(),
         };
         Error::Hung {
             host,
@@ -420,7 +421,7 @@ impl Session {
 
 impl Drop for Session {
     fn drop(&mut self) {
-        if let Place::Here(commands, _) = &mut self.place {
+        if let Place::Here { commands, .. } = &mut self.place {
             for (signal, wait) in [(Signal::TERM, 300), (Signal::KILL, 50)] {
                 if commands.signal_all(signal.as_raw()) {
                     std::thread::sleep(Duration::from_millis(wait));

@@ -3,7 +3,6 @@
 //! The thread here only sets a flag, which every wait of this crate looks at. Should the main thread not get out in
 //! time (blocked on a pipe that nobody reads), the thread itself ends what is registered and exits.
 
-use std::io;
 use std::path::PathBuf;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicI32, Ordering};
@@ -102,7 +101,7 @@ pub(crate) fn kill_group(pid: u32, signal: Signal) {
     }
 }
 
-/// Runs a child to its end, in a group of its own, and ends it when a signal comes.
+/// Waits for a child that leads its own process group, and ends the group when a signal comes.
 pub(crate) fn wait(child: &mut std::process::Child) -> Result<std::process::ExitStatus, Error> {
     let mut pause = Duration::from_millis(1);
     loop {
@@ -117,7 +116,7 @@ pub(crate) fn wait(child: &mut std::process::Child) -> Result<std::process::Exit
             }
         }
         if let Err(error) = check() {
-            let _gone: io::Result<()> = child.kill();
+            kill_group(child.id(), Signal::TERM);
             let _reaped = child.wait();
             return Err(error);
         }

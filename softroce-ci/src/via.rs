@@ -47,6 +47,15 @@ impl Local {
         &self.device
     }
 
+    /// No device at all, for commands that need none.
+    pub(crate) fn none() -> Self {
+        Self {
+            via: Via::Device,
+            device: String::new(),
+            made_with: None,
+        }
+    }
+
     /// The first RDMA device with an active port and a device node that we may open.
     pub(crate) fn find() -> Option<Self> {
         let device = usable_device(Path::new("/sys/class"), Path::new("/dev/infiniband"))?;
