@@ -28,13 +28,14 @@ pub(crate) enum ViaArg {
     Auto,
     /// A device of this host.
     Device,
-    /// The kernel's rdma_rxe module, on a dummy link for the time of the command (needs root or sudo).
+    /// The kernel's `rdma_rxe` module, on a dummy link for the time of the command (needs root or sudo).
     Module,
     /// A virtual machine.
     Vm,
 }
 
 #[derive(Clone, Debug, Args)]
+#[allow(clippy::struct_excessive_bools)] // flags of a command line
 pub(crate) struct Global {
     /// How the device is to be had.
     #[arg(long, global = true, value_enum, default_value_t, value_name = "WAY")]
@@ -48,7 +49,7 @@ pub(crate) struct Global {
     /// Never use KVM, even where it works.
     #[arg(long, global = true)]
     pub(crate) no_kvm: bool,
-    /// A directory that commands see as $SOFTROCE_SHARED and may write; default: a temporary one.
+    /// A directory that commands see as `$SOFTROCE_SHARED` and may write; default: a temporary one.
     #[arg(long, global = true, value_name = "DIR")]
     pub(crate) share: Option<PathBuf>,
     /// A directory that commands in a guest may really write, at its own path; else writes end with the guest. Repeatable.

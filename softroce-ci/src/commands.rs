@@ -61,14 +61,14 @@ impl Commands {
 
     fn start(&mut self, frame: &Frame) {
         let ended = Arc::new(AtomicBool::new(false));
-        let sink = FrameSink {
+        let sink: Arc<dyn Sink> = Arc::new(FrameSink {
             channel: frame.channel,
             out: self.out.clone(),
             ended: ended.clone(),
-        };
+        });
         match serde_json::from_slice::<ExecSpec>(&frame.body) {
             Ok(spec) => {
-                if let Some(running) = exec::start(&spec, Arc::new(sink)) {
+                if let Some(running) = exec::start(&spec, &sink) {
                     self.running.insert(frame.channel, (running, ended));
                 }
             }

@@ -157,6 +157,7 @@ fn signal_name(signal: i32) -> String {
     match signal {
         1 => "SIGHUP".to_owned(),
         2 => "SIGINT".to_owned(),
+        13 => "SIGPIPE: the reader of the output is gone".to_owned(),
         15 => "SIGTERM".to_owned(),
         other => format!("signal {other}"),
     }

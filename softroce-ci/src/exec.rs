@@ -80,10 +80,10 @@ fn window(rows: u16, columns: u16) -> rustix::termios::Winsize {
 
 /// Starts a command. One that cannot be started says why on its standard error and ends with 127 (not found) or 126, as
 /// under a shell.
-pub(crate) fn start(spec: &ExecSpec, sink: Arc<dyn Sink>) -> Option<Running> {
+pub(crate) fn start(spec: &ExecSpec, sink: &Arc<dyn Sink>) -> Option<Running> {
     let result = match spec.pty {
-        None => start_piped(spec, &sink),
-        Some(size) => start_on_terminal(spec, size, &sink),
+        None => start_piped(spec, sink),
+        Some(size) => start_on_terminal(spec, size, sink),
     };
     match result {
         Ok(running) => Some(running),
@@ -134,10 +134,10 @@ fn start_piped(spec: &ExecSpec, sink: &Arc<dyn Sink>) -> io::Result<Running> {
     let input = child.stdin.take().map(|pipe| feed(pipe, sink.clone()));
     let mut watch = Streams::new();
     if let Some(pipe) = child.stdout.take() {
-        watch.pump(pipe, sink.clone(), |sink, bytes| sink.stdout(bytes));
+        watch.pump(pipe, sink.clone(), Sink::stdout);
     }
     if let Some(pipe) = child.stderr.take() {
-        watch.pump(pipe, sink.clone(), |sink, bytes| sink.stderr(bytes));
+        watch.pump(pipe, sink.clone(), Sink::stderr);
     }
     reap(child, watch, spec.sweep, sink.clone());
     Ok(Running {
@@ -174,11 +174,7 @@ fn start_on_terminal(
     let pid = child.id();
     let master = Arc::new(master);
     let mut watch = Streams::new();
-    watch.pump(
-        File::from(master.try_clone()?),
-        sink.clone(),
-        |sink, bytes| sink.stdout(bytes),
-    );
+    watch.pump(File::from(master.try_clone()?), sink.clone(), Sink::stdout);
     let input = Some(feed(File::from(master.try_clone()?), sink.clone()));
     reap(child, watch, true, sink.clone());
     Ok(Running {
@@ -233,9 +229,8 @@ impl Streams {
             let mut chunk = vec![0; CHUNK_BYTES];
             loop {
                 match from.read(&mut chunk) {
-                    Ok(0) => break,
                     Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                    Err(_) => break, // EIO: the terminal's last holder is gone
+                    Ok(0) | Err(_) => break, // EIO: the terminal's last holder is gone
                     Ok(n) => {
                         inside.fetch_add(1, Ordering::SeqCst);
                         hand(&*sink, &chunk[..n]);

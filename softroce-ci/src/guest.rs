@@ -223,7 +223,7 @@ fn serve(port: &File) -> io::Result<()> {
             }
             // News of a command that this guest started on the other one.
             Kind::Stdout | Kind::Stderr | Kind::Exit if frame.channel & PEER != 0 => {
-                peers.deliver(frame)
+                peers.deliver(frame);
             }
             _ => commands.handle(frame),
         }

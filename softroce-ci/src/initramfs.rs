@@ -74,10 +74,12 @@ fn fill(path: &Path, busybox: &[u8], modules: &[Module]) -> io::Result<()> {
             &module.content,
         )?;
     }
-    let order: String = modules
-        .iter()
-        .map(|module| format!("{}\n", module.name))
-        .collect();
+    let order: Vec<&str> = modules.iter().map(|module| module.name.as_str()).collect();
+    let order = order.join(
+        "
+",
+    ) + "
+";
     archive.file("modules/order", 0o644, order.as_bytes())?;
     archive.finish()?.flush()
 }

@@ -2,7 +2,6 @@
 
 use std::fs::File;
 use std::io::{self, Read as _, Seek as _, SeekFrom};
-use std::os::unix::fs::OpenOptionsExt as _;
 
 /// The records of level warning or worse.
 pub(crate) struct KernelLog(File);
@@ -10,13 +9,9 @@ pub(crate) struct KernelLog(File);
 impl KernelLog {
     /// From the oldest record on.
     pub(crate) fn open() -> io::Result<Self> {
-        let nonblocking = rustix::fs::OFlags::NONBLOCK.bits().cast_signed();
-        Ok(Self(
-            File::options()
-                .read(true)
-                .custom_flags(nonblocking)
-                .open("/dev/kmsg")?,
-        ))
+        use rustix::fs::{Mode, OFlags, open};
+        let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        Ok(Self(File::from(open("/dev/kmsg", flags, Mode::empty())?)))
     }
 
     /// From now on.

@@ -67,14 +67,13 @@ fn decide(
         .as_deref()
         .and_then(|text| text.split_once('\n'))
         .filter(|(of, _)| *of == key);
-    let good = match known {
-        Some((_, verdict)) => verdict.trim() == "boots",
-        None => {
-            let good = boots()?;
-            let verdict = if good { "boots" } else { "does not boot" };
-            let _asked_again_next_time = std::fs::write(file, format!("{key}\n{verdict}\n"));
-            good
-        }
+    let good = if let Some((_, verdict)) = known {
+        verdict.trim() == "boots"
+    } else {
+        let good = boots()?;
+        let verdict = if good { "boots" } else { "does not boot" };
+        let _asked_again_next_time = std::fs::write(file, format!("{key}\n{verdict}\n"));
+        good
     };
     Ok(if good { Accel::Kvm } else { Accel::Tcg })
 }

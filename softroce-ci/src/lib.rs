@@ -1,8 +1,11 @@
 //! `cargo softroce`: makes a host with a Soft-RoCE device, whatever the machine is, and runs things in it.
 //!
-//! 1. A device is present: it is used. 2. The kernel can load `rdma_rxe`: a device is made on a dummy link, and removed
-//! at the end. 3. Otherwise a VM boots: a distribution kernel, this machine's root shared read-only with a writable
-//! overlay, so that the same programs run at the same paths. The README says how to use it.
+//! 1. A device is present: it is used.
+//! 2. The kernel can load `rdma_rxe`: a device is made on a dummy link, and removed at the end.
+//! 3. Otherwise a VM boots: a distribution kernel, this machine's root shared read-only with a writable overlay, so
+//!    that the same programs run at the same paths.
+//!
+//! The README says how to use it. Inside:
 //!
 //! | what | where |
 //! |---|---|
@@ -12,11 +15,12 @@
 //! | the guests from outside | `boot`, `qemu`, `machine`, `session` |
 //! | the guests from inside (this same program is their agent) | `guest`, `guest_device`, `peer` |
 //! | commands and their streams | `wire`, `commands`, `exec`, `output`, `term`, `signals` |
-//! | the subcommands | `run`, `program`, `test`, `build`, `report`, `klog`, `glob` |
+//! | the subcommands | `run`, `program`, `test`, `artifacts`, `report`, `klog`, `glob` |
 
 mod arch;
+mod artifacts;
 mod boot;
-mod build;
+
 mod cli;
 mod commands;
 mod cpio;

@@ -24,11 +24,10 @@ pub(crate) struct Plain;
 
 impl Output for Plain {
     fn bytes(&mut self, _host: usize, stream: Stream, bytes: &[u8]) {
-        // A reader that has gone away (`| head`) must not end the command in the middle of something.
-        let _reader_gone = match stream {
+        match stream {
             Stream::Out => write_all(io::stdout().lock(), bytes),
             Stream::Err => write_all(io::stderr().lock(), bytes),
-        };
+        }
     }
 }
 
@@ -37,13 +36,17 @@ pub(crate) struct AllToStderr;
 
 impl Output for AllToStderr {
     fn bytes(&mut self, _host: usize, _stream: Stream, bytes: &[u8]) {
-        let _reader_gone = write_all(io::stderr().lock(), bytes);
+        write_all(io::stderr().lock(), bytes);
     }
 }
 
-fn write_all(mut to: impl Write, bytes: &[u8]) -> io::Result<()> {
-    to.write_all(bytes)?;
-    to.flush()
+/// A reader that has gone away (`| head`) ends everything, as SIGPIPE would.
+fn write_all(mut to: impl Write, bytes: &[u8]) {
+    const SIGPIPE: i32 = 13;
+    let written = to.write_all(bytes).and_then(|()| to.flush());
+    if written.is_err_and(|error| error.kind() == io::ErrorKind::BrokenPipe) {
+        crate::signals::pretend(SIGPIPE);
+    }
 }
 
 /// Whole lines, each behind its host's number.

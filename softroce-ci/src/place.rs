@@ -39,7 +39,11 @@ pub(crate) fn prepare(
     extra: &[String],
     progress: &Progress,
 ) -> Result<Ready, Error> {
-    let via = choose(global.via, hosts)?;
+    let via = choose(global.via, hosts, || {
+        setup::packages(None, extra, progress)?; // `rdma` may have been missing so far
+        let privilege = Privilege::find();
+        Ok(via::module_loads(privilege).is_ok() && Local::make(privilege).is_ok())
+    })?;
     if via != Via::Vm {
         setup::packages(None, extra, progress)?;
         return Ok(Ready { via, vm: None });
@@ -64,7 +68,13 @@ pub(crate) fn prepare(
     })
 }
 
-fn choose(asked: ViaArg, hosts: u8) -> Result<Via, Error> {
+/// `module_works` makes a device for real, and takes it away again: in a container the module may load and yet be of no
+/// use, as rxe works only in the first network namespace.
+fn choose(
+    asked: ViaArg,
+    hosts: u8,
+    module_works: impl FnOnce() -> Result<bool, Error>,
+) -> Result<Via, Error> {
     let single = |way| Error::Via {
         way,
         why: "two hosts need two virtual machines: use --via vm".to_owned(),
@@ -72,13 +82,11 @@ fn choose(asked: ViaArg, hosts: u8) -> Result<Via, Error> {
     match asked {
         ViaArg::Device if hosts > 1 => Err(single("device")),
         ViaArg::Module if hosts > 1 => Err(single("module")),
-        ViaArg::Device => match Local::find() {
-            Some(_) => Ok(Via::Device),
-            None => Err(Error::Via {
-                way: "device",
-                why: "/sys/class/infiniband has no device with an active port and a node that can be opened".to_owned(),
-            }),
-        },
+        ViaArg::Device if Local::find().is_none() => Err(Error::Via {
+            way: "device",
+            why: "/sys/class/infiniband has no device with an active port and a node that can be opened".to_owned(),
+        }),
+        ViaArg::Device => Ok(Via::Device),
         ViaArg::Module => match via::module_loads(Privilege::find()) {
             Ok(()) => Ok(Via::Module),
             Err(why) => Err(Error::Via { way: "module", why }),
@@ -86,8 +94,7 @@ fn choose(asked: ViaArg, hosts: u8) -> Result<Via, Error> {
         ViaArg::Vm => Ok(Via::Vm),
         ViaArg::Auto if hosts > 1 => Ok(Via::Vm),
         ViaArg::Auto if Local::find().is_some() => Ok(Via::Device),
-        ViaArg::Auto if via::module_loads(Privilege::find()).is_ok() => Ok(Via::Module),
-        ViaArg::Auto => Ok(Via::Vm),
+        ViaArg::Auto => Ok(if module_works()? { Via::Module } else { Via::Vm }),
     }
 }
 
@@ -286,13 +293,24 @@ mod tests {
 
     #[test]
     fn two_hosts_only_in_virtual_machines() {
-        assert_eq!(choose(ViaArg::Auto, 2).unwrap(), Via::Vm);
-        assert!(
-            choose(ViaArg::Device, 2)
-                .unwrap_err()
-                .to_string()
-                .contains("--via vm")
-        );
+        let never = || panic!("tried the module");
+        assert_eq!(choose(ViaArg::Auto, 2, never).unwrap(), Via::Vm);
+        for way in [ViaArg::Device, ViaArg::Module] {
+            assert!(
+                choose(way, 2, || panic!("tried the module"))
+                    .unwrap_err()
+                    .to_string()
+                    .contains("--via vm")
+            );
+        }
+    }
+
+    #[test]
+    fn without_a_device_the_module_comes_before_the_virtual_machine() {
+        if Local::find().is_none() {
+            assert_eq!(choose(ViaArg::Auto, 1, || Ok(true)).unwrap(), Via::Module);
+            assert_eq!(choose(ViaArg::Auto, 1, || Ok(false)).unwrap(), Via::Vm);
+        }
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::process::ExitCode;
 
-use crate::build;
+use crate::artifacts;
 use crate::cli::Global;
 use crate::error::Error;
 use crate::metadata::{Program, Workspace};
@@ -51,7 +51,7 @@ fn run(
     let ready = place::prepare(global, 1, &workspace.config.packages, &progress)?;
     progress.step(&format!("building the {what}"));
     progress.clear();
-    let executable = build::program(what, &program, global.quiet)?;
+    let executable = artifacts::program(what, &program, global.quiet)?;
     let mut visible = vec![workspace.root.clone(), workspace.target_dir.clone()];
     visible.extend(std::env::current_dir());
     let mut session = ready.start(global, 1, &visible, &progress)?;

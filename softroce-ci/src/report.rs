@@ -17,12 +17,15 @@ pub(crate) struct Counts {
     pub(crate) filtered: u64,
     /// Names of the failed tests.
     pub(crate) failures: Vec<String>,
+    /// Tests that passed in a run without a result line yet.
+    pub(crate) passed_so_far: u64,
 }
 
 impl Counts {
     /// Takes a line of libtest's output.
     fn line(&mut self, line: &str) {
         if let Some((_, rest)) = line.split_once("test result: ") {
+            self.passed_so_far = 0;
             for part in rest.split([';', '.']) {
                 let mut words = part.split_whitespace();
                 let (Some(number), Some(what)) = (
@@ -44,7 +47,15 @@ impl Counts {
             .and_then(|rest| rest.strip_suffix(" ... FAILED"))
         {
             self.failures.push(name.to_owned());
+        } else if line.starts_with("test ") && line.ends_with(" ... ok") {
+            self.passed_so_far += 1;
         }
+    }
+
+    /// A binary that died has no result line; what it said until then counts.
+    fn finish(&mut self) {
+        self.passed += std::mem::take(&mut self.passed_so_far);
+        self.failed = self.failed.max(self.failures.len() as u64);
     }
 }
 
@@ -66,6 +77,7 @@ impl<'a> Counting<'a> {
 
     pub(crate) fn into_counts(mut self) -> Counts {
         self.counts.line(&String::from_utf8_lossy(&self.partial));
+        self.counts.finish();
         self.counts
     }
 }
@@ -125,6 +137,11 @@ impl Report {
     /// Whether everything passed.
     pub(crate) fn ok(&self) -> bool {
         self.rows.iter().all(Row::ok)
+    }
+
+    /// Whether any test ran.
+    pub(crate) fn ran_any(&self) -> bool {
+        self.sum(|counts| counts.passed + counts.failed) > 0 || !self.ok()
     }
 
     fn sum(&self, of: fn(&Counts) -> u64) -> u64 {
@@ -235,12 +252,14 @@ mod tests {
 
     #[test]
     fn counts_are_read_whatever_the_pieces() {
+        let failures = vec!["b::c".to_owned()];
         let expected = Counts {
             passed: 2,
             failed: 1,
             ignored: 1,
             filtered: 7,
-            failures: vec!["b::c".to_owned()],
+            failures,
+            passed_so_far: 0,
         };
         for piece in [1, 7, 1000] {
             let mut nowhere = Nowhere;
@@ -250,6 +269,19 @@ mod tests {
                 .for_each(|bytes| counting.bytes(0, Stream::Out, bytes));
             assert_eq!(counting.into_counts(), expected);
         }
+    }
+
+    #[test]
+    fn a_binary_that_died_is_counted_as_far_as_it_came() {
+        let mut nowhere = Nowhere;
+        let mut counting = Counting::new(&mut nowhere);
+        counting.bytes(
+            0,
+            Stream::Out,
+            b"running 3 tests\ntest a ... ok\ntest b ... FAILED\ntest c ... ",
+        );
+        let counts = counting.into_counts();
+        assert_eq!((counts.passed, counts.failed), (1, 1));
     }
 
     #[test]

@@ -48,7 +48,6 @@ pub(crate) fn run(global: &Global, args: RunArgs) -> Result<ExitCode, Error> {
         ],
         (2, None, On::Both) => vec![job(0, args.command.clone()), job(1, args.command)],
         (2, None, On::Second) => vec![job(1, args.command)],
-        (2, None, On::First) => vec![job(0, args.command)],
         (_, Some(_), _) => return Err(Error::Config("--peer needs --hosts 2".to_owned())),
         _ => vec![job(0, args.command)],
     };

@@ -183,7 +183,9 @@ impl Session {
             Place::Guests(machines) => {
                 waiting = machines.len();
                 let sync = Frame::new(Kind::Sync, 0, Vec::new());
-                machines.iter_mut().for_each(|machine| machine.send(&sync));
+                for machine in machines {
+                    machine.send(&sync);
+                }
             }
         }
         while waiting > 0 {

@@ -173,7 +173,7 @@ pub(crate) fn busybox() -> Result<PathBuf, Error> {
     })
 }
 
-/// An ELF program without an interpreter (PT_INTERP) needs no libraries.
+/// An ELF program without an interpreter (`PT_INTERP`) needs no libraries.
 fn is_static(elf: &[u8]) -> bool {
     const HEAD_BYTES: usize = 4096;
     let head = &elf[..elf.len().min(HEAD_BYTES)];
@@ -243,7 +243,9 @@ fn install(missing: &[(String, String)], progress: &Progress) -> Result<(), Erro
         });
     }
     progress.note("installing:");
-    lines.iter().for_each(|line| progress.note(line));
+    for line in &lines {
+        progress.note(line);
+    }
     // The lists may be there and of today, or not there at all (a fresh container), or too old to fetch from.
     if !packages.iter().all(|package| known(package)) {
         apt(privilege, &["update"], progress)?;

@@ -15,7 +15,7 @@ use crate::error::{Context as _, Error};
 static CAUGHT: AtomicI32 = AtomicI32::new(0);
 static LEFT_BEHIND: Mutex<Vec<Left>> = Mutex::new(Vec::new());
 /// What the main thread has to come out of any wait.
-const GRACE: Duration = Duration::from_secs(8);
+const GRACE: Duration = Duration::from_secs(4);
 
 #[derive(PartialEq, Eq)]
 enum Left {
@@ -83,6 +83,11 @@ fn spawn_last_resort(signal: i32) {
         }
         std::process::exit(128 + signal);
     });
+}
+
+/// Behaves as if this signal had come: SIGPIPE when the reader of our output is gone.
+pub(crate) fn pretend(signal: i32) {
+    let _one_was_there = CAUGHT.compare_exchange(0, signal, Ordering::SeqCst, Ordering::SeqCst);
 }
 
 /// The error to return once a signal has come.

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use crate::build::{self, Binary};
+use crate::artifacts::{self, Binary};
 use crate::cli::{Global, TestArgs};
 use crate::error::Error;
 use crate::klog::{Severity, severity};
@@ -39,7 +39,7 @@ pub(crate) fn test(global: &Global, args: &TestArgs) -> Result<ExitCode, Error> 
     let ready = place::prepare(global, 1, &workspace.config.packages, &progress)?;
     progress.step("building the tests");
     progress.clear();
-    let binaries = build::tests(&workspace, args.release, global.quiet)?;
+    let binaries = artifacts::tests(&workspace, args.release, global.quiet)?;
     let output: Box<dyn Output> = if global.json {
         Box::new(AllToStderr)
     } else {
@@ -73,6 +73,9 @@ pub(crate) fn test(global: &Global, args: &TestArgs) -> Result<ExitCode, Error> 
             let ready = place::prepare(global, 2, &[], &progress)?;
             run.device(&ready, 2, &two)?;
         }
+    }
+    if let Some(filter) = args.filter.as_ref().filter(|_| !run.report.ran_any()) {
+        progress.note(&format!("no test ran: none has `{filter}` in its name"));
     }
     if global.json {
         println!("{}", run.report.json());
