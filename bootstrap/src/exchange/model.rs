@@ -13,18 +13,15 @@ use crate::testing::offer;
 #[test]
 fn two_workers_converge_after_faults() {
     for seed in 0..SEEDS {
-        if let Err(panic) = std::panic::catch_unwind(|| World::new(seed).run()) {
-            eprintln!("seed {seed}");
-            std::panic::resume_unwind(panic);
-        }
+        World::new(seed).run();
     }
 }
 
-/// One run takes about 0.1 ms.
+/// One run takes about 0.1 ms. On a failure the text names the seed.
 const SEEDS: u64 = 20_000;
 const FAULTS_MS: u64 = 60_000;
-/// Twice the longest message delay, the dial's deadline, the proof's, the longest back-off: with room.
-const CALM_MS: u64 = 240_000;
+/// The longest late message (20 s), a dial, a proof and a back-off (5 s each), with room.
+const CALM_MS: u64 = 60_000;
 const DIAL_MS: u64 = 5000;
 const PROOF_MS: u64 = 5000;
 

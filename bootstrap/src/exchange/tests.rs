@@ -163,6 +163,8 @@ fn shown(exchange: &Exchange) -> String {
         .replace("00000000000000", "r")
 }
 
+/// `table.txt`: event, state, verdict, and what the exchange then is: own generation, `=` run and generation that it is
+/// bound to, `+` once connected.
 #[test]
 fn every_state_meets_every_event() {
     let now = Instant::now();
@@ -175,12 +177,115 @@ fn every_state_meets_every_event() {
             table += &format!("{event} | {state} | {verdict} | {}\n", shown(&exchange));
         }
     }
-    if let Ok(p) = std::env::var("DUMP") {
-        std::fs::write(p, &table).unwrap();
-    }
     let expected = include_str!("table.txt");
     for (found, expected) in table.lines().zip(expected.lines()) {
         assert_eq!(found, expected);
     }
     assert_eq!(table.lines().count(), expected.lines().count());
+}
+
+#[test]
+fn back_off_doubles_to_its_end_and_proof_resets_it() {
+    let mut now = Instant::now();
+    let mut exchange = exchange();
+    exchange.on_registered(Incarnation(PEER.1));
+    for failure in 0..12_u32 {
+        exchange.begin_epoch();
+        assert!(matches!(exchange.start_dial(now), DialStart::Go { .. }));
+        let DialFailed::EpochOver { retry_at, .. } = exchange.on_dial_failed(now) else { panic!("nothing came up") };
+        let most = Duration::from_millis(50 * 2_u64.pow(failure)).min(Duration::from_secs(5));
+        assert!((most / 2..=most).contains(&(retry_at - now)), "{:?} after failure {failure}", retry_at - now);
+        exchange.begin_epoch();
+        assert_eq!(exchange.start_dial(now), DialStart::Wait { until: retry_at });
+        now = retry_at;
+    }
+    let generation = exchange.begin_epoch();
+    exchange.on_hello(&from_peer(PEER, 1, 0, 5));
+    assert!(exchange.on_connected(generation) && exchange.on_proven(generation));
+    assert!(exchange.on_epoch_end(generation, now));
+    exchange.begin_epoch();
+    assert!(matches!(exchange.start_dial(now), DialStart::Go { .. }), "proof resets the back-off");
+}
+
+#[test]
+fn registering_again_resets_the_back_off() {
+    let now = Instant::now();
+    let mut exchange = in_state("dialing", now);
+    exchange.on_dial_failed(now);
+    exchange.begin_epoch();
+    assert!(matches!(exchange.start_dial(now), DialStart::Wait { .. }));
+    exchange.on_registered(Incarnation(PEER.1));
+    assert!(matches!(exchange.start_dial(now), DialStart::Go { .. }));
+}
+
+#[test]
+fn two_seeds_spread_their_retries() {
+    let now = Instant::now();
+    let retries: Vec<Instant> = (0..20)
+        .map(|seed| {
+            let me = Identity { instance: InstanceId(1), incarnation: Incarnation(11) };
+            Exchange::new(me, InstanceId(2), Backoff::default(), seed).back_off(now)
+        })
+        .collect();
+    let distinct: std::collections::HashSet<_> = retries.iter().collect();
+    assert!(distinct.len() > 15, "{retries:?}");
+}
+
+#[test]
+fn an_epoch_that_never_proved_itself_counts_as_a_failure() {
+    let now = Instant::now();
+    for (state, waits) in [("bound", true), ("connected", true), ("proven", false)] {
+        let mut exchange = in_state(state, now);
+        exchange.on_dial_failed(now);
+        let later = now + Duration::from_secs(60);
+        assert!(exchange.on_epoch_end(Generation(3), later));
+        exchange.begin_epoch();
+        assert_eq!(matches!(exchange.start_dial(later), DialStart::Wait { .. }), waits, "{state}");
+    }
+}
+
+#[test]
+fn a_reply_from_the_wrong_run_is_not_dialed_again_at_once() {
+    let now = Instant::now();
+    let mut exchange = in_state("dialing", now + Duration::from_secs(1));
+    assert_eq!(exchange.on_reply(&from_peer(NEW, 1, 3, 10)), ReplyVerdict::Ignore);
+    assert!(matches!(exchange.start_dial(now + Duration::from_secs(2)), DialStart::Wait { .. }));
+}
+
+#[test]
+fn a_refused_stale_blob_falls_back_to_the_run_that_proved_itself() {
+    let now = Instant::now();
+    let mut exchange = in_state("proven", now);
+    exchange.on_dial_failed(now);
+    assert_eq!(exchange.on_registered(Incarnation(77)), RegisterVerdict::Retire { retired: Some(Generation(3)) });
+    exchange.begin_epoch();
+    assert!(matches!(exchange.start_dial(now), DialStart::Go { target: Incarnation(77), .. }));
+    assert!(matches!(exchange.on_refused(Status::StaleIncarnation, now), DialFailed::EpochOver { .. }));
+    assert_eq!(exchange.target(), Some(Incarnation(PEER.1)));
+}
+
+#[test]
+fn the_same_blob_again_keeps_a_connection_with_the_run_after_it() {
+    let now = Instant::now();
+    let mut exchange = exchange();
+    exchange.on_registered(Incarnation(PEER.1));
+    exchange.on_hello(&from_peer(NEW, 1, 0, 10));
+    assert!(exchange.on_connected(Generation(1)) && exchange.on_proven(Generation(1)));
+    assert_eq!(exchange.on_registered(Incarnation(PEER.1)), RegisterVerdict::Keep);
+    assert!(exchange.is_connected());
+    assert!(exchange.on_epoch_end(Generation(1), now));
+    assert_eq!(exchange.target(), Some(Incarnation(NEW.1)), "what proved itself last is dialed");
+}
+
+#[test]
+fn only_what_would_retire_an_epoch_must_show_that_it_lives() {
+    let now = Instant::now();
+    for state in STATES {
+        for hello in [from_peer(PEER, 5, 3, 50), from_peer(PEER, 6, 3, 60), from_peer(NEW, 1, 0, 10)] {
+            let mut exchange = in_state(state, now);
+            let would = exchange.would_replace(&hello);
+            let does = matches!(exchange.on_hello(&hello), HelloVerdict::Replace { .. });
+            assert_eq!(would, does, "{state}");
+        }
+    }
 }
