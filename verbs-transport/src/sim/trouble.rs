@@ -165,8 +165,11 @@ impl Hca {
                 wqe.bytes = Bytes::Gone;
             }
             self.hosts[host.0].stats.failed_wrs += 1;
-            let lost = status == WcStatus::Flushed && self.faults_on && self.dice.chance(self.faults.lost_flush);
-            if lost {
+            // Once one is lost, all that would follow are: a device whose flush stops, not one with holes in it.
+            let struck = self.faults_on && self.dice.chance(self.faults.lost_flush);
+            let Some(qp) = self.qps[key.0].as_deref_mut() else { return };
+            qp.flush_stopped |= struck && status == WcStatus::Flushed;
+            if qp.flush_stopped {
                 self.fault_counts.lost_flushes += 1;
             } else {
                 self.complete_qp(key, CqeWhat::SendFailed { seq, status });
