@@ -60,10 +60,7 @@ impl Tree {
             for entry in entries {
                 let entry = entry.context(|| format!("read {}", dir.display()))?;
                 let path = entry.path();
-                let is_dir = entry
-                    .file_type()
-                    .context(|| format!("read {}", path.display()))?
-                    .is_dir();
+                let is_dir = entry.file_type().context(|| format!("read {}", path.display()))?.is_dir();
                 if is_dir {
                     todo.push(path);
                 } else if let Some(name) = module_name(&path) {
@@ -72,10 +69,7 @@ impl Tree {
             }
         }
         let list = std::fs::read_to_string(dir.join("modules.builtin")).unwrap_or_default();
-        let builtin = list
-            .lines()
-            .filter_map(|line| module_name(Path::new(line)))
-            .collect();
+        let builtin = list.lines().filter_map(|line| module_name(Path::new(line))).collect();
         Ok(Self { files, builtin })
     }
 
@@ -86,11 +80,7 @@ impl Tree {
 
     /// Which of these the kernel does not have.
     pub(crate) fn lacks<'a>(&self, names: &[&'a str]) -> Vec<&'a str> {
-        names
-            .iter()
-            .copied()
-            .filter(|name| !self.has(name))
-            .collect()
+        names.iter().copied().filter(|name| !self.has(name)).collect()
     }
 
     /// The modules for `names` with all that they depend on, each after its dependencies; built-in ones are left out.
@@ -126,10 +116,7 @@ impl Tree {
         for name in &info.depends {
             self.visit(name, true, seen, order)?;
         }
-        order.push(Module {
-            name: name.to_owned(),
-            content,
-        });
+        order.push(Module { name: name.to_owned(), content });
         Ok(())
     }
 }
@@ -149,19 +136,11 @@ fn read(path: &Path) -> Result<Vec<u8>, Error> {
         _ => return std::fs::read(path).context(|| format!("read {}", path.display())),
     };
     let what = || format!("run `{tool} -dc {}`", path.display());
-    let output = Command::new(tool)
-        .arg("-dc")
-        .arg(path)
-        .stderr(Stdio::inherit())
-        .output()
-        .context(what)?;
+    let output = Command::new(tool).arg("-dc").arg(path).stderr(Stdio::inherit()).output().context(what)?;
     if output.status.success() {
         Ok(output.stdout)
     } else {
-        Err(Error::Kernel(format!(
-            "`{tool} -dc {}` failed",
-            path.display()
-        )))
+        Err(Error::Kernel(format!("`{tool} -dc {}` failed", path.display())))
     }
 }
 
@@ -198,11 +177,7 @@ mod tests {
             "",
         );
         assert_eq!(
-            names(
-                &tree
-                    .resolve(&["rdma_rxe", "ib_core", "udp-tunnel"])
-                    .unwrap()
-            ),
+            names(&tree.resolve(&["rdma_rxe", "ib_core", "udp-tunnel"]).unwrap()),
             ["ib_core", "ib_uverbs", "rdma_rxe", "udp_tunnel"]
         );
     }
@@ -213,29 +188,21 @@ mod tests {
             &[("9pnet_virtio.ko", "depends=virtio,9pnet;softdep=pre: gone")],
             "kernel/virtio/virtio.ko\nkernel/9pnet.ko\n",
         );
-        assert_eq!(
-            names(&tree.resolve(&["9pnet_virtio", "virtio"]).unwrap()),
-            ["9pnet_virtio"]
-        );
+        assert_eq!(names(&tree.resolve(&["9pnet_virtio", "virtio"]).unwrap()), ["9pnet_virtio"]);
         assert!(tree.lacks(&["virtio", "9pnet_virtio"]).is_empty());
     }
 
     #[test]
     fn a_missing_module_is_named() {
         let (_dir, tree) = tree(&[("a.ko", "depends=b")], "");
-        let Err(error) = tree.resolve(&["a"]) else {
-            panic!("resolved")
-        };
+        let Err(error) = tree.resolve(&["a"]) else { panic!("resolved") };
         assert!(error.to_string().contains("`b`"), "{error}");
         assert_eq!(tree.lacks(&["a", "b"]), ["b"]);
     }
 
     #[test]
     fn module_files_are_told_from_others() {
-        assert_eq!(
-            module_name(Path::new("x/crc32-pclmul.ko.zst")).as_deref(),
-            Some("crc32_pclmul")
-        );
+        assert_eq!(module_name(Path::new("x/crc32-pclmul.ko.zst")).as_deref(), Some("crc32_pclmul"));
         assert_eq!(module_name(Path::new("x/modules.order")), None);
         assert_eq!(module_name(Path::new("x/a.koala")), None);
     }

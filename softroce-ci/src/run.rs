@@ -18,15 +18,9 @@ pub(crate) fn setup(global: &Global) -> Result<ExitCode, Error> {
     let ready = place::prepare(global, 1, &[], &progress)?;
     progress.clear();
     if global.json {
-        println!(
-            "{}",
-            serde_json::json!({ "via": ready.via.name(), "description": ready.describe() })
-        );
+        println!("{}", serde_json::json!({ "via": ready.via.name(), "description": ready.describe() }));
     } else {
-        progress.note(&format!(
-            "ready; the device will be had from {}",
-            ready.describe()
-        ));
+        progress.note(&format!("ready; the device will be had from {}", ready.describe()));
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -42,10 +36,7 @@ pub(crate) fn run(global: &Global, args: RunArgs) -> Result<ExitCode, Error> {
         Job { host, spec }
     };
     let jobs = match (args.hosts, args.peer, args.on) {
-        (2, Some(line), _) => vec![
-            job(0, args.command),
-            job(1, ["sh", "-c", &line].map(OsString::from).into()),
-        ],
+        (2, Some(line), _) => vec![job(0, args.command), job(1, ["sh", "-c", &line].map(OsString::from).into())],
         (2, None, On::Both) => vec![job(0, args.command.clone()), job(1, args.command)],
         (2, None, On::Second) => vec![job(1, args.command)],
         (_, Some(_), _) => return Err(Error::Config("--peer needs --hosts 2".to_owned())),
@@ -66,20 +57,11 @@ pub(crate) fn shell(global: &Global, command: Vec<OsString>) -> Result<ExitCode,
     let progress = Progress::new(global.quiet);
     let ready = place::prepare(global, 1, &[], &progress)?;
     let mut session = start(&ready, global, 1, &progress)?;
-    let shell = std::env::var_os("SHELL")
-        .filter(|shell| !shell.is_empty())
-        .unwrap_or_else(|| "/bin/sh".into());
-    let argv = if command.is_empty() {
-        vec![shell]
-    } else {
-        command
-    };
+    let shell = std::env::var_os("SHELL").filter(|shell| !shell.is_empty()).unwrap_or_else(|| "/bin/sh".into());
+    let argv = if command.is_empty() { vec![shell] } else { command };
     let mut spec = place::command(&session, 0, argv, global);
     spec.pty = Some(term::size());
-    progress.note(&format!(
-        "a shell with {}; its end ends everything",
-        session.device
-    ));
+    progress.note(&format!("a shell with {}; its end ends everything", session.device));
     let raw = term::Raw::enter();
     let outcomes = session.run(vec![Job { host: 0, spec }], None, true, &mut Plain);
     drop(raw);
@@ -87,12 +69,7 @@ pub(crate) fn shell(global: &Global, command: Vec<OsString>) -> Result<ExitCode,
 }
 
 /// Starts a session in which the current directory is visible.
-pub(crate) fn start(
-    ready: &Ready,
-    global: &Global,
-    hosts: u8,
-    progress: &Progress,
-) -> Result<Session, Error> {
+pub(crate) fn start(ready: &Ready, global: &Global, hosts: u8, progress: &Progress) -> Result<Session, Error> {
     let visible: Vec<_> = std::env::current_dir().into_iter().collect();
     ready.start(global, hosts, &visible, progress)
 }

@@ -117,11 +117,7 @@ impl Session {
             heard: vec![Instant::now()],
             via: local.via(),
             device: local.device().to_owned(),
-            place: Place::Here {
-                commands: Commands::new(out),
-                log: KernelLog::open_at_end().ok(),
-                _device: local,
-            },
+            place: Place::Here { commands: Commands::new(out), log: KernelLog::open_at_end().ok(), _device: local },
             events,
             tell,
             next_channel: 1,
@@ -154,18 +150,9 @@ impl Session {
         ];
         if self.hosts() == 2 {
             let address = crate::guest_device::pair_address;
-            env.push((
-                "SOFTROCE_ADDRESS".into(),
-                address(if host == 0 { 1 } else { 2 }).into(),
-            ));
-            env.push((
-                "SOFTROCE_PEER".into(),
-                address(if host == 0 { 2 } else { 1 }).into(),
-            ));
-            env.push((
-                "SOFTROCE_PEER_EXEC".into(),
-                format!("{}/peer-exec", crate::initramfs::RUN).into(),
-            ));
+            env.push(("SOFTROCE_ADDRESS".into(), address(if host == 0 { 1 } else { 2 }).into()));
+            env.push(("SOFTROCE_PEER".into(), address(if host == 0 { 2 } else { 1 }).into()));
+            env.push(("SOFTROCE_PEER_EXEC".into(), format!("{}/peer-exec", crate::initramfs::RUN).into()));
         }
         env
     }
@@ -175,9 +162,7 @@ impl Session {
         let mut waiting = 0;
         match &mut self.place {
             Place::Here { log, .. } => {
-                let lines = log
-                    .iter_mut()
-                    .flat_map(|log| std::iter::from_fn(|| log.next()));
+                let lines = log.iter_mut().flat_map(|log| std::iter::from_fn(|| log.next()));
                 self.kernel_log.extend(lines);
             }
             Place::Guests(machines) => {
@@ -225,11 +210,7 @@ impl Session {
             let body = body.context(|| "encode a command".to_owned())?;
             self.send(host, Frame::new(Kind::Exec, self.next_channel, body));
             self.next_channel += 1;
-            runs.push(Running {
-                host,
-                has_terminal: spec.pty.is_some(),
-                outcome: None,
-            });
+            runs.push(Running { host, has_terminal: spec.pty.is_some(), outcome: None });
         }
         let input_to = runs.first().map_or(0, |run| run.host);
         let feeder = input.then(|| feed_standard_input(self.tell.clone()));
@@ -254,21 +235,14 @@ impl Session {
             let (host, frame) = match event {
                 Some(Event::Frame(host, frame)) => (host, frame),
                 Some(Event::Input(bytes)) => {
-                    let kind = if bytes.is_empty() {
-                        Kind::StdinEnd
-                    } else {
-                        Kind::Stdin
-                    };
+                    let kind = if bytes.is_empty() { Kind::StdinEnd } else { Kind::Stdin };
                     self.send(input_to, Frame::new(kind, first, bytes));
                     continue;
                 }
                 _ => continue,
             };
             // Frames of earlier commands, killed and late, have smaller channels.
-            let index = frame
-                .channel
-                .checked_sub(first)
-                .and_then(|index| usize::try_from(index).ok());
+            let index = frame.channel.checked_sub(first).and_then(|index| usize::try_from(index).ok());
             let Some(run) = index.and_then(|index| runs.get_mut(index)) else {
                 continue;
             };
@@ -292,15 +266,8 @@ impl Session {
     }
 
     fn kill(&mut self, runs: &[Running], first: u32) {
-        for (run, channel) in runs
-            .iter()
-            .zip(first..)
-            .filter(|(run, _)| run.outcome.is_none())
-        {
-            self.send(
-                run.host,
-                Frame::new(Kind::Signal, channel, Signal::KILL.as_raw().to_le_bytes()),
-            );
+        for (run, channel) in runs.iter().zip(first..).filter(|(run, _)| run.outcome.is_none()) {
+            self.send(run.host, Frame::new(Kind::Signal, channel, Signal::KILL.as_raw().to_le_bytes()));
         }
     }
 
@@ -344,11 +311,7 @@ impl Session {
                 if self.verbose {
                     eprintln!("console {}: {line}", host + 1);
                 }
-                if is_crash(&line) {
-                    Err(self.lost(host))
-                } else {
-                    Ok(None)
-                }
+                if is_crash(&line) { Err(self.lost(host)) } else { Ok(None) }
             }
             Event::Closed(host) => Err(self.lost(host)),
             input @ Event::Input(_) => Ok(Some(input)),
@@ -362,10 +325,7 @@ impl Session {
         } else if frame.kind == Kind::Exec {
             let why = "cargo softroce: there is no second host; use --hosts 2\n";
             self.send(from, Frame::new(Kind::Stderr, frame.channel, why));
-            self.send(
-                from,
-                Frame::new(Kind::Exit, frame.channel, 125_i32.to_le_bytes()),
-            );
+            self.send(from, Frame::new(Kind::Exit, frame.channel, 125_i32.to_le_bytes()));
         }
     }
 
@@ -373,22 +333,14 @@ impl Session {
         if matches!(self.place, Place::Here { .. }) {
             return Ok(None);
         }
-        match self
-            .heard
-            .iter()
-            .position(|heard| heard.elapsed() > SILENCE)
-        {
+        match self.heard.iter().position(|heard| heard.elapsed() > SILENCE) {
             Some(host) => Err(self.hung(host, SILENCE)),
             None => Ok(None),
         }
     }
 
     fn host_name(&self, host: usize) -> String {
-        if self.hosts() == 1 {
-            "the guest".to_owned()
-        } else {
-            format!("host {}", host + 1)
-        }
+        if self.hosts() == 1 { "the guest".to_owned() } else { format!("host {}", host + 1) }
     }
 
     fn hung(&mut self, index: usize, silent: Duration) -> Error {
@@ -397,11 +349,7 @@ impl Session {
             Place::Guests(machines) => machines[index].console.tail(),
             Place::Here { .. } => "    (this host; see dmesg)".to_owned(),
         };
-        Error::Hung {
-            host,
-            seconds: silent.as_secs(),
-            console,
-        }
+        Error::Hung { host, seconds: silent.as_secs(), console }
     }
 
     /// The error for a guest whose kernel has crashed or whose QEMU is ending.
@@ -412,10 +360,7 @@ impl Session {
         };
         let ended = machines[index].last_words(&self.events);
         if machines[index].console.shows_crash() {
-            return Error::Crashed {
-                host,
-                console: machines[index].console.tail(),
-            };
+            return Error::Crashed { host, console: machines[index].console.tail() };
         }
         ended
     }
@@ -441,10 +386,7 @@ fn feed_standard_input(tell: SyncSender<Event>) -> std::sync::mpsc::Sender<()> {
         let mut chunk = vec![0; 32 << 10];
         loop {
             let n = std::io::stdin().read(&mut chunk).unwrap_or(0);
-            if tell.send(Event::Input(chunk[..n].to_vec())).is_err()
-                || n == 0
-                || more.recv().is_err()
-            {
+            if tell.send(Event::Input(chunk[..n].to_vec())).is_err() || n == 0 || more.recv().is_err() {
                 return;
             }
         }
@@ -462,13 +404,7 @@ fn registered_temporary() -> Result<(TempDir, Registered), Error> {
 pub(crate) fn temporary() -> Result<TempDir, Error> {
     const PATH_MAX_BYTES: usize = 80;
     let base = std::env::temp_dir();
-    let base = if base.as_os_str().as_bytes().len() < PATH_MAX_BYTES - 20 {
-        base
-    } else {
-        "/tmp".into()
-    };
-    let dir = tempfile::Builder::new()
-        .prefix("softroce-")
-        .tempdir_in(&base);
+    let base = if base.as_os_str().as_bytes().len() < PATH_MAX_BYTES - 20 { base } else { "/tmp".into() };
+    let dir = tempfile::Builder::new().prefix("softroce-").tempdir_in(&base);
     dir.context(|| format!("create a directory in {}", base.display()))
 }

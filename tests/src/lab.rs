@@ -108,7 +108,8 @@ impl Lab for DeviceLab {
 
     fn fabric_with(&self, _n: u32, slabs: SlabSizes) -> Self::F {
         let config = DeviceConfig { slabs, ..self.device.clone() };
-        DeviceFabric::open(&config, TcpNet::default()).expect("a device test needs an RDMA device: `cargo softroce test`")
+        DeviceFabric::open(&config, TcpNet::default())
+            .expect("a device test needs an RDMA device: `cargo softroce test`")
     }
 
     fn config(&self, n: u32) -> Config {
@@ -171,7 +172,8 @@ where
     let _turn = crate::leaks::device_turn();
     let before = Census::take();
     let lab = Arc::new(lab);
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("a runtime");
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("a runtime");
     runtime.block_on(scenario(lab));
     runtime.shutdown_timeout(Duration::from_secs(5));
     before.assert_same();

@@ -8,6 +8,9 @@
 //! | [`scenarios`] | the scenarios themselves, named after the contract (MT-n) and the field reports (B-n) |
 //! | [`leaks`] | what a process must not have more of after a test than before |
 
+#![allow(clippy::missing_panics_doc, reason = "scenarios fail by panicking: that is what they are for")]
+#![allow(clippy::match_wild_err_arm, reason = "a timeout has nothing to tell")]
+
 pub mod lab;
 pub mod leaks;
 pub mod node;

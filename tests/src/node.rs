@@ -9,8 +9,7 @@ use std::{
 use bytes::Bytes;
 use verbs_bootstrap::InstanceId;
 use verbs_transport::{
-    Config, Inbound, MessageType, Received, SendError, SendErrorHandler, SendOutcome, Stream, Worker,
-    fabric::Fabric,
+    Config, Inbound, MessageType, Received, SendError, SendErrorHandler, SendOutcome, Stream, Worker, fabric::Fabric,
 };
 
 use crate::lab::Lab;

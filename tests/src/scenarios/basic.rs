@@ -96,7 +96,7 @@ async fn event<L: Lab>(lab: &L, kind: MessageType) {
     stop::<L>(a, b).await;
 }
 
-/// MT-7. Also ShuttingDown, which goes to the shutdown stream (M-12).
+/// MT-7. Also `ShuttingDown`, which goes to the shutdown stream (M-12).
 pub async fn mt_07_mixed_types<L: Lab>(lab: Arc<L>) {
     let (a, mut b) = pair(&*lab).await;
     a.send_numbered(b.id(), MessageType::Message, 1);
@@ -158,7 +158,7 @@ pub async fn mt_10_mesh_of_three<L: Lab>(lab: Arc<L>) {
     }
     let ids: Vec<_> = nodes.iter().map(Node::id).collect();
     for node in &mut nodes {
-        let mut from = vec![next(&mut node.inbound.message).await, next(&mut node.inbound.message).await];
+        let mut from = [next(&mut node.inbound.message).await, next(&mut node.inbound.message).await];
         from.sort_by_key(|frame| frame.peer);
         let others: Vec<_> = ids.iter().filter(|id| **id != node.worker.instance()).collect();
         assert_eq!(from.iter().map(|frame| &frame.peer).collect::<Vec<_>>(), others);

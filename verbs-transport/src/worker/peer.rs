@@ -14,10 +14,10 @@ use tokio::{
 use verbs_bootstrap::{Endpoint, Exchange, Generation, InstanceId, Offer, Psn};
 
 use super::{
-    shared::Shared,
     admission::{Admission, AdmissionError, CancelGate, SendOutcome, Ticket, contain},
     error::{ConnectError, EpochEnd, SendError},
     outbox::Batch,
+    shared::Shared,
 };
 use crate::{
     fabric::{Fabric, FabricQp, SendData, SendWr, WrSeq},
@@ -213,7 +213,7 @@ impl<F: Fabric> Peer<F> {
                     shared.retire_op(self.id, op, Ended::Failed, &cause, effects);
                 }
                 let generation = epoch.generation;
-                self.end_epoch(state, shared, generation, cause, effects);
+                self.end_epoch(state, shared, generation, &cause, effects);
                 return;
             }
             let mut moved = false;
@@ -247,7 +247,7 @@ impl<F: Fabric> Peer<F> {
         state: &mut PeerState<F>,
         shared: &Shared<F>,
         generation: Generation,
-        cause: Arc<EpochEnd>,
+        cause: &Arc<EpochEnd>,
         effects: &mut Effects,
     ) -> bool {
         let ours = state.epoch.as_ref().is_some_and(|epoch| epoch.generation == generation);
@@ -263,11 +263,11 @@ impl<F: Fabric> Peer<F> {
         &self,
         state: &mut PeerState<F>,
         shared: &Shared<F>,
-        cause: Arc<EpochEnd>,
+        cause: &Arc<EpochEnd>,
         effects: &mut Effects,
     ) {
         shared.counters.epochs_ended.add(1);
-        let reason: &EpochEnd = &cause;
+        let reason: &EpochEnd = cause;
         tracing::info!(peer = %self.id, %reason, "connection ended");
         if let Some(epoch) = state.epoch.take() {
             let Epoch { qp, mut link, rx_window, lives, .. } = epoch;
@@ -281,7 +281,7 @@ impl<F: Fabric> Peer<F> {
             // Under the lock, so that a driver which finds the epoch gone finds it here.
             shared.retire(Retired { peer: self.id, qp, link, cause: cause.clone(), rx_window, since: shared.now() });
         }
-        let stopping = matches!(*cause, EpochEnd::ShuttingDown);
+        let stopping = matches!(**cause, EpochEnd::ShuttingDown);
         for frame in state.queue.drain(..) {
             let error = if stopping {
                 SendError::ShuttingDown

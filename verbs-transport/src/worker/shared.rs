@@ -171,8 +171,7 @@ impl<F: Fabric> Shared<F> {
 
     /// All peers, in the order of their names, so that simulation is reproducible.
     pub(crate) fn all_peers(&self) -> Vec<Arc<Peer<F>>> {
-        let mut peers: Vec<_> =
-            self.peers.read().unwrap_or_else(PoisonError::into_inner).values().cloned().collect();
+        let mut peers: Vec<_> = self.peers.read().unwrap_or_else(PoisonError::into_inner).values().cloned().collect();
         peers.sort_by_key(|peer| peer.id);
         peers
     }
@@ -255,7 +254,7 @@ impl<F: Fabric> Shared<F> {
 
     pub(crate) fn end_epoch_of(&self, peer: &Arc<Peer<F>>, generation: Generation, cause: EpochEnd) {
         let mut effects = Effects::default();
-        peer.end_epoch(&mut peer.lock(), self, generation, Arc::new(cause), &mut effects);
+        peer.end_epoch(&mut peer.lock(), self, generation, &Arc::new(cause), &mut effects);
         effects.run(self);
     }
 
@@ -268,7 +267,7 @@ impl<F: Fabric> Shared<F> {
                 if let Some(generation) = state.exchange.generation() {
                     state.exchange.on_epoch_end(generation, self.now());
                 }
-                peer.end_unbound(&mut state, self, cause.clone(), &mut effects);
+                peer.end_unbound(&mut state, self, cause, &mut effects);
             }
             effects.run(self);
         }
