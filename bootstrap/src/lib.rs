@@ -26,6 +26,8 @@ mod mem_net;
 mod net;
 mod serve;
 mod status;
+#[cfg(test)]
+mod talk_tests;
 mod tcp;
 #[cfg(test)]
 mod testing;
