@@ -260,7 +260,7 @@ proptest! {
     fn arbitrary_bytes_never_panic(kind in any::<u8>(), body in prop::collection::vec(any::<u8>(), 0..600)) {
         let _ = Frame::decode(&body);
         let mut framed = b"vbBS\x01".to_vec();
-        framed.extend_from_slice(&[kind % 6, if kind % 6 == 5 { 1 } else { 0 }]);
+        framed.extend_from_slice(&[kind % 6, u8::from(kind % 6 == 5)]);
         framed.extend_from_slice(&body);
         let _ = Frame::decode(&framed);
     }
