@@ -1,1 +1,19 @@
 //! Messages between hosts over plain RDMA verbs.
+#![deny(unsafe_code)]
+
+pub mod fabric;
+pub mod proto;
+pub mod select;
+pub mod sim;
+pub mod verbs;
+mod worker;
+
+pub use proto::{
+    frame::MessageType,
+    link::{LinkCounts, LinkLimits, SendErrorHandler},
+};
+pub use worker::{
+    Admission, AdmissionError, AdmissionState, Borrowed, Config, ConfigError, ConnectError, EpochEnd, FlowStats,
+    Handler, Inbound, PeerDescription, Progress, Received, RegisterError, SendError, SendOutcome, StartError, Stats,
+    Stream, Worker,
+};

@@ -1,0 +1,136 @@
+//! Bytes from one QP to another.
+
+use verbs_transport::fabric::{Fabric, FabricQp, POST_BATCH, SendData, SendWr, Wc, WrSeq};
+
+use crate::rig::{Rig, config, connect, from_slab, inline, leaving_nothing, pattern};
+use verbs_bootstrap::Mtu;
+use verbs_transport::verbs::DeviceConfig;
+
+/// B17: both sides of the inline limit, and of the slab's.
+#[test]
+fn every_size_at_a_limit_arrives_intact() {
+    leaving_nothing(async {
+        let mut rig = Rig::new(&config());
+        let (a, _b) = rig.pair().await;
+        let granted = a.caps().inline_bytes as usize;
+        for (seq, len) in [0, 1, granted - 1, granted].into_iter().enumerate() {
+            let message = pattern(seq, len);
+            a.post(&[inline(seq as u64, &message)]).expect("a post");
+            assert_eq!(rig.receive_one(), message, "{len} inline");
+        }
+        let mut slab = rig.send_slabs.pop().expect("a slab");
+        for (seq, len) in [0, 1, granted, granted + 1, 4096, 8191, 8192].into_iter().enumerate() {
+            let message = pattern(seq, len);
+            rig.device.write_slab(&mut slab, 0, &message);
+            a.post(&[from_slab(seq as u64, &slab, u32::try_from(len).expect("small"))]).expect("a post");
+            assert_eq!(rig.receive_one(), message, "{len} copied");
+        }
+        let beyond = pattern(0, granted + 1);
+        let error = a.post(&[inline(99, b"fits"), inline(100, &beyond)]).expect_err("more than granted");
+        assert_eq!((error.posted, error.asked), (0, 2), "{error}");
+        let error = a.post(&[from_slab(101, &slab, 8193)]).expect_err("more than a slab");
+        assert_eq!(error.posted, 0, "{error}");
+        a.post(&[inline(102, b"still alive")]).expect("a post");
+        assert_eq!(rig.receive_one(), b"still alive");
+    });
+}
+
+/// Receives go back in chains; no message is lost, doubled or out of order, and unsignaled sends cost nothing.
+#[test]
+fn slabs_go_round_in_chains() {
+    const MESSAGES: u64 = 2_000;
+    leaving_nothing(async {
+        let mut rig = Rig::new(&config());
+        let (a, b) = rig.pair().await;
+        let (mut sent, mut received, mut covered) = (0_u64, 0_u64, 0_u64);
+        while received < MESSAGES {
+            // No more in flight than the SRQ has receives, nor than the SQ holds.
+            while sent < MESSAGES && sent - received < 32 && sent - covered < 48 {
+                let texts: Vec<[u8; 8]> = (sent..sent + POST_BATCH as u64).map(u64::to_be_bytes).collect();
+                let chain: Vec<SendWr<'_>> = texts
+                    .iter()
+                    .zip(sent..)
+                    .map(|(text, seq)| SendWr {
+                        seq: WrSeq(seq),
+                        signaled: seq % 16 == 15,
+                        data: SendData::Inline(text),
+                    })
+                    .collect();
+                a.post(&chain).expect("a post");
+                sent += POST_BATCH as u64;
+            }
+            let mut wcs = Vec::new();
+            rig.device.poll(&mut wcs).expect("a CQ");
+            for wc in wcs {
+                match wc {
+                    Wc::Receive { qpn, slab, bytes } => {
+                        assert_eq!((qpn, bytes), (b.qpn().get(), 8));
+                        assert_eq!(rig.read(&slab, bytes), received.to_be_bytes());
+                        received += 1;
+                        rig.spare.push(slab);
+                    }
+                    Wc::Send { qpn, seq } => {
+                        assert_eq!((qpn, seq.0 % 16), (a.qpn().get(), 15));
+                        covered = seq.0 + 1;
+                    }
+                    failed => panic!("{failed:?}"),
+                }
+            }
+            if rig.spare.len() >= POST_BATCH {
+                rig.device.post_receives(&mut rig.spare).expect("room");
+                assert!(rig.spare.is_empty());
+            }
+        }
+    });
+}
+
+/// B01 on one host: one side's MTU is forced down; both use the smaller, and 8 KiB messages pass both ways.
+#[test]
+fn unequal_mtus_meet_at_the_smaller() {
+    leaving_nothing(async {
+        let mut large = Rig::new(&config());
+        let mut small = Rig::new(&DeviceConfig { mtu_cap: Some(Mtu::B512), ..config() });
+        assert_eq!(small.device.port().mtu, Mtu::B512);
+        assert!(large.device.port().mtu > Mtu::B512, "{:?}", large.device.port());
+        let (a, b) = (large.qp(), small.qp());
+        connect(&a, &large.device, &b, &small.device).await;
+        let message = pattern(1, 8192);
+        let mut slab = large.send_slabs.pop().expect("a slab");
+        large.device.write_slab(&mut slab, 0, &message);
+        a.post(&[from_slab(0, &slab, 8192)]).expect("a post");
+        assert_eq!(small.receive_one(), message);
+        let mut slab = small.send_slabs.pop().expect("a slab");
+        small.device.write_slab(&mut slab, 0, &message);
+        b.post(&[from_slab(0, &slab, 8192)]).expect("a post");
+        assert_eq!(large.receive_one(), message);
+    });
+}
+
+/// B19: no completion comes that was not asked for, nor one twice, when each wake-up finds a single one.
+#[test]
+fn one_completion_at_a_time_has_no_ghosts() {
+    leaving_nothing(async {
+        let mut rig = Rig::new(&config());
+        let (a, _b) = rig.pair().await;
+        for seq in 0..300 {
+            rig.device.arm().expect("armed");
+            a.post(&[inline(seq, &seq.to_be_bytes())]).expect("a post");
+            std::future::poll_fn(|cx| rig.device.poll_wake(cx)).await.expect("a wake-up");
+            let wcs = rig.poll_until(|wcs| wcs.len() >= 2);
+            assert_eq!(wcs.len(), 2, "{wcs:?}");
+            for wc in wcs {
+                match wc {
+                    Wc::Receive { slab, bytes: 8, .. } => {
+                        assert_eq!(rig.read(&slab, 8), seq.to_be_bytes());
+                        rig.spare.push(slab);
+                    }
+                    Wc::Send { seq: WrSeq(done), .. } => assert_eq!(done, seq),
+                    other => panic!("{other:?}"),
+                }
+            }
+            rig.device.post_receives(&mut rig.spare).expect("room");
+            let mut ghosts = Vec::new();
+            assert_eq!(rig.device.poll(&mut ghosts).expect("a CQ"), 0, "{ghosts:?}");
+        }
+    });
+}

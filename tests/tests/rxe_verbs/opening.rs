@@ -1,0 +1,172 @@
+//! What is asked for, what is chosen, and every refusal.
+
+use std::{
+    env,
+    process::Command,
+    time::{Duration, Instant},
+};
+
+use verbs_bootstrap::{Gid, GidFamily};
+use verbs_transport::{
+    fabric::{AsyncEvent, CreateQpError, Fabric, FabricQp, QpCaps, SlabSizes},
+    select::ChooseError,
+    verbs::{DeviceConfig, OpenError},
+};
+
+use crate::rig::{Rig, command, config, leaving_nothing, netdev, open};
+
+fn refusal(config: &DeviceConfig) -> OpenError {
+    open(config).expect_err("a refusal")
+}
+
+/// B02 on a device: index 0 is link-local there, and the IPv4-mapped GID behind it is chosen; the reason says why.
+#[test]
+fn the_ipv4_address_is_chosen_and_the_reason_kept() {
+    leaving_nothing(async {
+        let rig = Rig::new(&config());
+        let port = rig.device.port();
+        assert_eq!(port.gid.family(), GidFamily::Ipv4Mapped, "{}", rig.device.path_reason());
+        assert!(rig.device.path_reason().contains("IPv4-mapped preferred over"), "{}", rig.device.path_reason());
+        assert_ne!(port.device_guid, 0);
+        assert_eq!(port.pkey, 0xffff);
+        let limits = rig.device.limits();
+        assert!(limits.cq_depth >= 1024 && limits.cq_depth <= limits.cqes, "{limits:?}");
+        assert!(limits.rd_atomic.initiator >= 1 && limits.rd_atomic.responder >= 1, "{limits:?}");
+    });
+}
+
+#[test]
+fn what_does_not_exist_is_refused_with_what_does() {
+    leaving_nothing(async {
+        let named = |name: &str| DeviceConfig { device: Some(name.into()), ..config() };
+        let error = refusal(&named("mlx5_77"));
+        assert!(
+            matches!(&error, OpenError::Choice(ChooseError::UnknownDevice { have, .. }) if !have.is_empty()),
+            "{error}"
+        );
+
+        let error = refusal(&DeviceConfig { port: Some(9), ..config() });
+        assert!(
+            matches!(&error, OpenError::Choice(ChooseError::UnknownPort { port: 9, have, .. }) if *have == [1]),
+            "{error}"
+        );
+
+        let error = refusal(&DeviceConfig { gid_index: Some(200), ..config() });
+        assert!(matches!(&error, OpenError::Choice(ChooseError::UnknownGidIndex { gid_index: 200, .. })), "{error}");
+        assert!(error.to_string().contains("fe80::"), "the table is listed: {error}");
+
+        let stranger = Gid([0x20, 1, 0xd, 0xb8, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1]);
+        let error = refusal(&DeviceConfig { gid: Some(stranger), ..config() });
+        assert!(error.to_string().contains("2001:db8::1"), "{error}");
+    });
+}
+
+#[test]
+fn what_the_device_cannot_hold_is_refused_with_its_limit() {
+    leaving_nothing(async {
+        let slabs = SlabSizes { receive_slabs: 2_000_000, receive_bytes: 64, ..config().slabs };
+        let error = refusal(&DeviceConfig { slabs, ..config() });
+        assert!(matches!(error, OpenError::SrqTooLarge { asked: 2_000_000, limit, .. } if limit > 0), "{error}");
+
+        for cq_depth in [0, 10_000_000] {
+            let error = refusal(&DeviceConfig { cq_depth, ..config() });
+            assert!(matches!(error, OpenError::CqTooLarge { limit, .. } if limit > 0), "{error}");
+        }
+
+        let slabs = SlabSizes { send_bytes: 0, ..config().slabs };
+        let error = refusal(&DeviceConfig { slabs, ..config() });
+        assert!(matches!(error, OpenError::SlabSizes { .. }), "{error}");
+    });
+}
+
+/// A port that is down is refused; one that goes down under an open fabric is an event, and so is its return.
+#[test]
+fn a_port_that_is_down_is_refused_and_told_of() {
+    leaving_nothing(async {
+        let netdev = netdev();
+        let rig = Rig::new(&config());
+        command(&format!("ip link set {netdev} down"));
+        wait_for(&rig, AsyncEvent::PortDown).await;
+
+        let error = refusal(&config());
+        assert!(
+            matches!(&error, OpenError::Choice(ChooseError::PortDown { port: 1, state, .. }) if state == "DOWN"),
+            "{error}"
+        );
+        command(&format!("ip link set {netdev} up"));
+        wait_for(&rig, AsyncEvent::PortUp).await;
+
+        // Its GIDs come back a little later.
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while let Err(error) = open(&config()) {
+            assert!(Instant::now() < deadline, "{error}");
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    });
+}
+
+async fn wait_for(rig: &Rig, wanted: AsyncEvent) {
+    let next = || std::future::poll_fn(|cx| rig.device.poll_async_event(cx));
+    let found = async { while next().await.expect("an event") != wanted {} };
+    tokio::time::timeout(Duration::from_secs(10), found).await.unwrap_or_else(|_| panic!("no {wanted:?}"));
+}
+
+/// B17: an inline request above the device's is a refusal that says so, not a crash; a smaller one is granted.
+#[test]
+fn inline_is_granted_in_steps() {
+    leaving_nothing(async {
+        let rig = Rig::new(&config());
+        let mut granted = None;
+        for inline_bytes in [4096, 828, 512, 256, 64, 0] {
+            let asked = QpCaps { send_wrs: 63, inline_bytes };
+            match rig.device.create_qp(asked) {
+                Ok(qp) => {
+                    assert!(qp.caps().inline_bytes >= inline_bytes, "{asked:?} {:?}", qp.caps());
+                    assert!(qp.caps().send_wrs >= 63, "{:?}", qp.caps());
+                    granted = granted.or(Some(inline_bytes));
+                }
+                Err(CreateQpError::Unsupported { caps, .. }) => assert_eq!(caps, asked),
+                Err(error) => panic!("{error}"),
+            }
+        }
+        assert!(granted >= Some(256), "{granted:?}");
+        let error = rig.device.create_qp(QpCaps { send_wrs: 1 << 30, inline_bytes: 0 }).expect_err("too deep");
+        assert!(matches!(error, CreateQpError::Unsupported { .. } | CreateQpError::Exhausted { .. }), "{error}");
+    });
+}
+
+/// B14: with too little lockable memory, an ordinary user gets need, have and remedy; with small slabs it works.
+#[test]
+fn too_little_lockable_memory_is_told_with_numbers() {
+    leaving_nothing(async {
+        let run = |slab_bytes: &str| {
+            let test = "opening::as_an_ordinary_user";
+            let output = Command::new("prlimit")
+                .args(["--memlock=131072", "setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"])
+                .args(["--inh-caps=-all", "--bounding-set=-all"])
+                .arg(env::current_exe().expect("this test's path"))
+                .args(["--exact", test, "--ignored", "--nocapture"])
+                .env("SLAB_BYTES", slab_bytes)
+                .output()
+                .expect("prlimit and setpriv of util-linux");
+            let text = String::from_utf8_lossy(&output.stdout).into_owned();
+            assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
+            text
+        };
+        let text = run("8192");
+        assert!(text.contains("need 655360 bytes of locked memory, but RLIMIT_MEMLOCK is 131072 bytes"), "{text}");
+        assert!(run("512").contains("opened"), "40 KiB fit");
+    });
+}
+
+/// The child of the test above.
+#[test]
+#[ignore = "run by too_little_lockable_memory_is_told_with_numbers, as another user"]
+fn as_an_ordinary_user() {
+    let bytes: u32 = env::var("SLAB_BYTES").ok().and_then(|text| text.parse().ok()).unwrap_or(8192);
+    let slabs = SlabSizes { receive_bytes: bytes, send_bytes: bytes, ..config().slabs };
+    match open(&DeviceConfig { slabs, ..config() }) {
+        Ok(_) => println!("opened"),
+        Err(error) => println!("{error}"),
+    }
+}

@@ -1,0 +1,282 @@
+//! Credits of one connection, both directions.
+//!
+//! A credit is the right to post one SEND, backed by one receive slab at the peer. For each direction, at every
+//! instant: unspent + under way + being handled + owed = window.
+
+use super::frame::GrantWish;
+
+/// Smallest window: below it the thresholds of a quarter and a half fall together.
+pub const WINDOW_MIN: u16 = 8;
+
+/// Receive slabs kept for a peer's control frames beyond its window: at most four pure grants (each carries a quarter
+/// of the window or more, and grants under way never exceed the window), one PING and one PONG.
+pub const CONTROL_RESERVE: u16 = 6;
+
+/// Send credits toward one peer. Invariant: `outstanding <= window`.
+#[derive(Debug)]
+pub struct TxCredits {
+    window: u16,
+    outstanding: u16,
+}
+
+/// The peer gave back more than was spent, or spent more than it was given: one side lost count.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum CreditError {
+    /// A grant above what is outstanding.
+    #[error("the peer granted {granted} credits while {outstanding} of {window} were outstanding")]
+    ExcessGrant {
+        /// What it granted.
+        granted: u16,
+        /// What was outstanding.
+        outstanding: u16,
+        /// The window.
+        window: u16,
+    },
+    /// A SEND without a credit.
+    #[error("the peer sent beyond its window of {window}")]
+    Overspent {
+        /// The window.
+        window: u16,
+    },
+}
+
+impl TxCredits {
+    /// A fresh window.
+    pub const fn new(window: u16) -> Self {
+        Self { window, outstanding: 0 }
+    }
+
+    /// Takes a credit, or says no when the window is spent: keep the frame and wait for a grant.
+    #[must_use]
+    pub fn take(&mut self) -> bool {
+        let free = self.outstanding < self.window;
+        self.outstanding += u16::from(free);
+        free
+    }
+
+    /// Credits that can be taken now.
+    pub const fn available(&self) -> u16 {
+        self.window - self.outstanding
+    }
+
+    /// The window that the peer granted.
+    pub const fn window(&self) -> u16 {
+        self.window
+    }
+
+    /// Applies a grant from the peer.
+    ///
+    /// # Errors
+    ///
+    /// [`CreditError::ExcessGrant`]: close the connection.
+    pub fn on_grant(&mut self, credits: u16) -> Result<(), CreditError> {
+        self.outstanding = self.outstanding.checked_sub(credits).ok_or(CreditError::ExcessGrant {
+            granted: credits,
+            outstanding: self.outstanding,
+            window: self.window,
+        })?;
+        Ok(())
+    }
+
+    /// What to ask for in the next SEND's flags: softly at half the window, hard at a quarter.
+    pub const fn wish(&self) -> GrantWish {
+        let left = self.available();
+        if left <= self.window / 4 {
+            GrantWish::Hard
+        } else if left <= self.window / 2 {
+            GrantWish::Soft
+        } else {
+            GrantWish::None
+        }
+    }
+}
+
+/// Credits that the peer has from us. Invariant: `owed + handling <= window`.
+#[derive(Debug)]
+pub struct RxCredits {
+    window: u16,
+    /// Arrived, slab not posted again yet.
+    handling: u16,
+    /// Slab posted again, credit not given back yet.
+    owed: u16,
+    wish: GrantWish,
+}
+
+impl RxCredits {
+    /// A fresh window.
+    pub const fn new(window: u16) -> Self {
+        Self { window, handling: 0, owed: 0, wish: GrantWish::None }
+    }
+
+    /// A SEND that spends a credit has arrived.
+    ///
+    /// # Errors
+    ///
+    /// [`CreditError::Overspent`]: close the connection.
+    pub fn on_receive(&mut self) -> Result<(), CreditError> {
+        if self.handling + self.owed >= self.window {
+            return Err(CreditError::Overspent { window: self.window });
+        }
+        self.handling += 1;
+        Ok(())
+    }
+
+    /// The peer's wish, from the flags of any of its frames. A later, smaller wish does not undo a hard one: only a
+    /// grant does.
+    pub fn on_wish(&mut self, wish: GrantWish) {
+        self.wish = self.wish.max(wish);
+    }
+
+    /// All slabs that arrived are posted again: their credits are owed.
+    pub fn on_reposted(&mut self) {
+        self.owed += std::mem::take(&mut self.handling);
+    }
+
+    /// Takes what is owed, at most 255, for byte 3 of the frame that is about to go.
+    pub fn take_grant(&mut self) -> u8 {
+        let grant = u8::try_from(self.owed).unwrap_or(u8::MAX);
+        self.owed -= u16::from(grant);
+        if grant != 0 {
+            self.wish = GrantWish::None;
+        }
+        grant
+    }
+
+    /// Whether a pure grant should go when nothing else does: half the window is owed, or a quarter and the peer asked
+    /// hard. A smaller debt starves nobody: the peer still holds the rest of its window.
+    pub const fn pure_grant_due(&self) -> bool {
+        let half = self.window.div_ceil(2);
+        let quarter = self.window.div_ceil(4);
+        self.owed >= half || (matches!(self.wish, GrantWish::Hard) && self.owed >= quarter)
+    }
+
+    /// Credits owed now.
+    pub const fn owed(&self) -> u16 {
+        self.owed
+    }
+
+    /// The window that we granted.
+    pub const fn window(&self) -> u16 {
+        self.window
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn window_spent_blocks_until_grant() {
+        let mut tx = TxCredits::new(8);
+        for _ in 0..8 {
+            assert!(tx.take());
+        }
+        assert!(!tx.take());
+        tx.on_grant(1).unwrap();
+        assert!(tx.take());
+        assert!(!tx.take());
+    }
+
+    #[test]
+    fn excess_grant_is_refused_and_changes_nothing() {
+        let mut tx = TxCredits::new(8);
+        assert!(tx.take());
+        assert_eq!(tx.on_grant(2), Err(CreditError::ExcessGrant { granted: 2, outstanding: 1, window: 8 }));
+        assert_eq!(tx.available(), 7);
+    }
+
+    /// M-57: soft at half, hard at a quarter.
+    #[test]
+    fn wishes_follow_the_thresholds() {
+        let mut tx = TxCredits::new(64);
+        for left in (0..64).rev() {
+            assert!(tx.take());
+            let wish = match left {
+                0..=16 => GrantWish::Hard,
+                17..=32 => GrantWish::Soft,
+                _ => GrantWish::None,
+            };
+            assert_eq!(tx.wish(), wish, "with {left} left");
+        }
+    }
+
+    #[test]
+    fn overspending_is_noticed() {
+        let mut rx = RxCredits::new(8);
+        for _ in 0..8 {
+            rx.on_receive().unwrap();
+        }
+        assert_eq!(rx.on_receive(), Err(CreditError::Overspent { window: 8 }));
+        rx.on_reposted();
+        assert_eq!(rx.on_receive(), Err(CreditError::Overspent { window: 8 }));
+        assert_eq!(rx.take_grant(), 8);
+        rx.on_receive().unwrap();
+    }
+
+    #[test]
+    fn a_large_debt_goes_in_several_grants() {
+        let mut rx = RxCredits::new(600);
+        for _ in 0..600 {
+            rx.on_receive().unwrap();
+        }
+        rx.on_reposted();
+        assert_eq!((rx.take_grant(), rx.take_grant(), rx.take_grant(), rx.take_grant()), (255, 255, 90, 0));
+    }
+
+    /// The sums of the module's text, and M-58: pure grants under way never exceed four, for every window and order.
+    #[derive(Clone, Copy, Debug)]
+    enum Op {
+        Send,
+        Arrive,
+        Repost,
+        Pure,
+        GrantArrives,
+    }
+
+    fn op() -> impl Strategy<Value = Op> {
+        prop_oneof![
+            4 => Just(Op::Send),
+            4 => Just(Op::Arrive),
+            1 => Just(Op::Repost),
+            2 => Just(Op::Pure),
+            2 => Just(Op::GrantArrives),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn credits_are_conserved_and_pure_grants_are_few(window in 8u16..300, ops in prop::collection::vec(op(), 0..600)) {
+            let mut tx = TxCredits::new(window);
+            let mut rx = RxCredits::new(window);
+            let mut wire = std::collections::VecDeque::new();
+            let mut grants = std::collections::VecDeque::new();
+            let mut handling = 0;
+            for op in ops {
+                match op {
+                    Op::Send => if tx.take() { wire.push_back(tx.wish()); },
+                    Op::Arrive => if let Some(wish) = wire.pop_front() {
+                        rx.on_receive().unwrap();
+                        rx.on_wish(wish);
+                        handling += 1;
+                    },
+                    Op::Repost => { handling = 0; rx.on_reposted(); }
+                    Op::Pure => if rx.pure_grant_due() { grants.push_back(rx.take_grant()); },
+                    Op::GrantArrives => if let Some(n) = grants.pop_front() { tx.on_grant(u16::from(n)).unwrap(); },
+                }
+                let under_way: u16 = grants.iter().map(|&g| u16::from(g)).sum();
+                let sent = u16::try_from(wire.len()).unwrap();
+                prop_assert_eq!(tx.available() + sent + handling + rx.owed() + under_way, window);
+                prop_assert!(grants.len() <= 4, "{} pure grants under way", grants.len());
+            }
+            // Let everything come home: a starved sender is always revived.
+            for wish in wire { rx.on_receive().unwrap(); rx.on_wish(wish); }
+            rx.on_reposted();
+            for n in grants { tx.on_grant(u16::from(n)).unwrap(); }
+            while rx.pure_grant_due() { let n = rx.take_grant(); tx.on_grant(u16::from(n)).unwrap(); }
+            prop_assert!(tx.available() > 0);
+        }
+    }
+}

@@ -1,0 +1,645 @@
+//! One connection's protocol: credits, fragments, control frames, what is in flight. No I/O, no clock, no lock.
+//!
+//! [`Link::fill`] gives work requests out, [`Link::on_receive`] and [`Link::on_send_done`] take news in. The frames
+//! that wait are the caller's queue, so that they outlive a connection that never came up.
+
+use std::{collections::VecDeque, fmt, sync::Arc, time::Instant};
+
+use bytes::Bytes;
+
+use super::{
+    credit::{CreditError, RxCredits, TxCredits},
+    frame::{FrameHeader, FrameKind, HEADER_BYTES, Malformed, MessageType},
+    send_queue::{Ended, SendQueue},
+};
+use crate::fabric::{SendSlab, WrSeq};
+
+/// Work requests kept free of data: one PONG, one PING, four pure grants.
+pub const CONTROL_WRS: u32 = 6;
+
+/// Malformed frames that end a connection.
+const MALFORMED_MAX: u8 = 2;
+
+/// Hears of a frame that is not known to have been delivered. Called once, outside all locks, never concurrently with
+/// itself for the same frame.
+pub trait SendErrorHandler: Send + Sync {
+    /// The frame as it was given, and why it failed. It may have arrived all the same if only its ACK was lost.
+    fn on_error(&self, header: Bytes, payload: Bytes, error: crate::SendError);
+}
+
+impl<F: Fn(Bytes, Bytes, crate::SendError) + Send + Sync> SendErrorHandler for F {
+    fn on_error(&self, header: Bytes, payload: Bytes, error: crate::SendError) {
+        self(header, payload, error);
+    }
+}
+
+/// A frame on its way out.
+pub struct Frame {
+    /// Where it shall arrive.
+    pub kind: MessageType,
+    /// The user's header.
+    pub header: Bytes,
+    /// The user's payload.
+    pub payload: Bytes,
+    /// Who hears of a failure.
+    pub on_error: Arc<dyn SendErrorHandler>,
+}
+
+impl Frame {
+    /// Header and payload, in bytes.
+    pub fn body_bytes(&self) -> usize {
+        self.header.len() + self.payload.len()
+    }
+}
+
+impl fmt::Debug for Frame {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} frame of {} + {} bytes", self.kind, self.header.len(), self.payload.len())
+    }
+}
+
+/// What one posted WR holds until it is covered.
+#[derive(Debug)]
+pub struct InFlight {
+    /// The slab that the device reads.
+    pub slab: Option<SendSlab>,
+    /// The frame that this WR was the last SEND of.
+    pub frame: Option<Frame>,
+}
+
+/// Numbers that both sides have agreed on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LinkLimits {
+    /// Credits that the peer gives us.
+    pub tx_window: u16,
+    /// Credits that we give the peer.
+    pub rx_window: u16,
+    /// Bytes of the longest SEND to the peer: the smaller of its receive slab and our send slab.
+    pub send_bytes: u32,
+    /// Bytes of the longest SEND that goes inline.
+    pub inline_bytes: u32,
+    /// Largest frame (header + payload) that we take from the peer.
+    pub receive_max_bytes: u32,
+    /// WRs of the QP's send queue.
+    pub send_wrs: u32,
+    /// A signal at least every so many WRs.
+    pub signal_every: u32,
+}
+
+/// Where [`Link::fill`] puts work requests.
+pub trait Outbox {
+    /// Whether one more fits into this batch.
+    fn has_room(&self) -> bool;
+
+    /// A slab for a SEND that is too long to go inline; `None` when the pool is empty.
+    fn take_slab(&mut self) -> Option<SendSlab>;
+
+    /// Whether slabs are scarce, so that each must come home soon.
+    fn slabs_scarce(&self) -> bool;
+
+    /// Adds an inline SEND of these parts; says no when its bytes do not fit into this batch any more.
+    fn reserve_inline(&mut self, bytes: usize) -> bool;
+
+    /// The inline SEND for which room was reserved.
+    fn push_inline(&mut self, seq: WrSeq, signaled: bool, parts: [&[u8]; 3]);
+
+    /// A SEND out of a slab: the parts are copied into it.
+    fn push_slab(&mut self, seq: WrSeq, signaled: bool, slab: &mut SendSlab, parts: [&[u8]; 3]);
+}
+
+/// Why [`Link::fill`] stopped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Filled {
+    /// Nothing is waiting.
+    Idle,
+    /// The batch is full: post it and call again.
+    BatchFull,
+    /// The window is spent.
+    NoCredit,
+    /// The send queue is full.
+    NoWr,
+    /// The slab pool is empty.
+    NoSlab,
+    /// The connection is not proven yet, or has ended.
+    Held,
+}
+
+/// What a received SEND asks of the caller.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Incoming {
+    /// A whole frame: the body starts behind the fixed header.
+    Whole {
+        /// Where it goes.
+        kind: MessageType,
+        /// Bytes of the user header, at the body's front.
+        header_len: usize,
+        /// Bytes of header + payload.
+        body_len: usize,
+    },
+    /// Append the body to [`Link::partial_mut`], then call [`Link::finish_fragment`].
+    Fragment {
+        /// Bytes to append.
+        body_len: usize,
+        /// The frame is complete with it.
+        last: bool,
+    },
+    /// A control frame, dealt with.
+    Control,
+    /// The PING is answered; it was posted at the given time.
+    Pong {
+        /// When the PING went out.
+        sent_at: Instant,
+    },
+}
+
+/// A frame put together from fragments.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Assembled {
+    /// Where it goes.
+    pub kind: MessageType,
+    /// Bytes of the user header, at the front.
+    pub header_len: usize,
+    /// Header and payload.
+    pub body: Vec<u8>,
+}
+
+/// The peer broke the protocol.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum LinkError {
+    /// This frame was malformed. The connection goes on.
+    #[error("malformed frame: {0}")]
+    Malformed(Malformed),
+    /// This frame was malformed, and it was one too many: end the connection.
+    #[error("malformed frame, number {MALFORMED_MAX} of this connection: {0}")]
+    TooManyMalformed(Malformed),
+    /// Credits do not add up: end the connection.
+    #[error(transparent)]
+    Credit(#[from] CreditError),
+}
+
+impl LinkError {
+    /// Whether the connection must end.
+    pub const fn is_fatal(&self) -> bool {
+        !matches!(self, Self::Malformed(_))
+    }
+}
+
+#[derive(Debug)]
+struct Partial {
+    kind: MessageType,
+    header_len: u32,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Ping {
+    token: u32,
+    sent_at: Instant,
+}
+
+/// Counts of one connection, since its start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct LinkCounts {
+    /// SENDs of data, inline.
+    pub sends_inline: u64,
+    /// SENDs of data, copied into a slab.
+    pub sends_copied: u64,
+    /// Of these, SENDs that were one of several of their frame.
+    pub fragments: u64,
+    /// Pure grants sent.
+    pub pure_grants: u64,
+    /// Pure grants received.
+    pub pure_grants_received: u64,
+    /// PINGs sent.
+    pub pings: u64,
+    /// Credits received from the peer.
+    pub credits_received: u64,
+    /// Times that a frame had to wait because the window was spent.
+    pub credit_stalls: u64,
+    /// Malformed frames from the peer.
+    pub malformed: u64,
+}
+
+/// One connection. See the module's text.
+#[derive(Debug)]
+pub struct Link {
+    limits: LinkLimits,
+    tx: TxCredits,
+    rx: RxCredits,
+    sends: SendQueue<InFlight>,
+    /// Bytes of the waiting queue's first frame that are posted already.
+    cursor: usize,
+    partial: Option<Partial>,
+    partial_body: Vec<u8>,
+    pong_due: Option<u32>,
+    ping_due: bool,
+    ping: Option<Ping>,
+    next_token: u32,
+    malformed: u8,
+    /// Nothing may go out yet: the peer may not be in RTR.
+    held: bool,
+    /// Any receive proves the connection: for the side that accepted, whose peer sends only when it is in RTS.
+    proof_by_receive: bool,
+    proven: bool,
+    withhold: bool,
+    stalled: bool,
+    ended: bool,
+    counts: LinkCounts,
+}
+
+impl Link {
+    /// A connection whose QP is in RTS. The side that dialed sends a PING at once; the side that accepted holds
+    /// everything back until [`Link::on_peer_ready`] or the first receive proves that the peer is in RTR.
+    pub fn new(limits: LinkLimits, dialed: bool) -> Self {
+        Self {
+            limits,
+            tx: TxCredits::new(limits.tx_window),
+            rx: RxCredits::new(limits.rx_window),
+            sends: SendQueue::new(limits.send_wrs, limits.signal_every),
+            cursor: 0,
+            partial: None,
+            partial_body: Vec::new(),
+            pong_due: None,
+            ping_due: dialed,
+            ping: None,
+            next_token: 1,
+            malformed: 0,
+            held: !dialed,
+            proof_by_receive: !dialed,
+            proven: false,
+            withhold: false,
+            stalled: false,
+            ended: false,
+            counts: LinkCounts::default(),
+        }
+    }
+
+    /// Numbers agreed on.
+    pub const fn limits(&self) -> LinkLimits {
+        self.limits
+    }
+
+    /// Counts since the start.
+    pub const fn counts(&self) -> LinkCounts {
+        self.counts
+    }
+
+    /// Whether a frame has come back from the peer over this QP.
+    pub const fn is_proven(&self) -> bool {
+        self.proven
+    }
+
+    /// Send credits left.
+    pub const fn credits_left(&self) -> u16 {
+        self.tx.available()
+    }
+
+    /// Credits owed to the peer.
+    pub const fn credits_owed(&self) -> u16 {
+        self.rx.owed()
+    }
+
+    /// WRs in flight.
+    pub fn wrs_in_flight(&self) -> u32 {
+        self.sends.len()
+    }
+
+    /// Position of the next WR: unchanged means nothing was posted.
+    pub fn next_seq(&self) -> WrSeq {
+        self.sends.next_seq()
+    }
+
+    /// The peer says that its QP is in RTS: what was held back may go, a PING first. After crossed dials both sides
+    /// may have accepted, so neither may leave the proof to the other.
+    pub fn on_peer_ready(&mut self) {
+        self.held = false;
+        if !self.proven {
+            self.request_ping();
+        }
+    }
+
+    /// Asks for a PING, unless one is under way: its answer serves all who wait.
+    pub fn request_ping(&mut self) {
+        self.ping_due |= self.ping.is_none();
+    }
+
+    /// Holds grants back (`true`) while the receiver cannot keep up, or gives them again.
+    pub fn set_withhold(&mut self, withhold: bool) {
+        self.withhold = withhold;
+    }
+
+    /// WRs in flight that nothing will cover unless something signaled is posted behind them.
+    pub fn has_bare_tail(&self) -> bool {
+        self.sends.has_bare_tail()
+    }
+
+    /// Whether the first frame of the waiting queue is partly posted.
+    pub const fn is_mid_frame(&self) -> bool {
+        self.cursor > 0
+    }
+
+    /// The slab of a WR in flight, for posting it.
+    pub fn slab(&self, seq: WrSeq) -> Option<&SendSlab> {
+        self.sends.get(seq)?.slab.as_ref()
+    }
+
+    /// Moves what may go now into `out`: control frames first, then the frames of `queue` in order.
+    pub fn fill(&mut self, now: impl Fn() -> Instant, queue: &mut VecDeque<Frame>, out: &mut impl Outbox) -> Filled {
+        if self.ended || self.held {
+            return Filled::Held;
+        }
+        if let Err(stop) = self.fill_control(now, out) {
+            return stop;
+        }
+        loop {
+            let Some(frame) = queue.front() else { return Filled::Idle };
+            if !self.proven {
+                return Filled::Held;
+            }
+            if self.sends.free() <= CONTROL_WRS {
+                return Filled::NoWr;
+            }
+            if self.tx.available() == 0 {
+                self.counts.credit_stalls += u64::from(!self.stalled);
+                self.stalled = true;
+                return Filled::NoCredit;
+            }
+            let left = frame.body_bytes() - self.cursor;
+            let body = left.min(self.limits.send_bytes as usize - HEADER_BYTES);
+            match self.place(HEADER_BYTES + body, out) {
+                Ok(slab) => self.fill_data(queue, body, slab, out),
+                Err(stop) => return stop,
+            }
+        }
+    }
+
+    /// Room for one SEND of `bytes`: inline (`None`) or in a slab.
+    fn place(&self, bytes: usize, out: &mut impl Outbox) -> Result<Option<SendSlab>, Filled> {
+        if !out.has_room() {
+            return Err(Filled::BatchFull);
+        }
+        if bytes <= self.limits.inline_bytes as usize {
+            return if out.reserve_inline(bytes) { Ok(None) } else { Err(Filled::BatchFull) };
+        }
+        out.take_slab().map(Some).ok_or(Filled::NoSlab)
+    }
+
+    /// One data SEND of `body` bytes from the queue's first frame. Room, WR, credit and slab are there.
+    fn fill_data(&mut self, queue: &mut VecDeque<Frame>, body: usize, slab: Option<SendSlab>, out: &mut impl Outbox) {
+        let Some(frame) = queue.front() else { return };
+        let (from, to) = (self.cursor, self.cursor + body);
+        let (first, last) = (from == 0, to == frame.body_bytes());
+        let spent = self.tx.take();
+        debug_assert!(spent, "a credit was there");
+        self.stalled = false;
+        let word = if first { frame.header.len() } else { from };
+        let word = u32::try_from(word).unwrap_or(u32::MAX);
+        let head = self.header(FrameKind::Data(frame.kind), first, last, word);
+        // The body is the window [from, to) over header ++ payload.
+        let split = frame.header.len();
+        let header = &frame.header[from.min(split)..to.min(split)];
+        let payload = &frame.payload[from.saturating_sub(split)..to.saturating_sub(split)];
+        let seq = self.sends.next_seq();
+        self.counts.fragments += u64::from(!(first && last));
+        let (force_signal, slab) = match slab {
+            None => {
+                self.counts.sends_inline += 1;
+                out.push_inline(seq, self.sends.will_signal(false), [&head, header, payload]);
+                (false, None)
+            }
+            Some(mut slab) => {
+                self.counts.sends_copied += 1;
+                let scarce = out.slabs_scarce();
+                out.push_slab(seq, self.sends.will_signal(scarce), &mut slab, [&head, header, payload]);
+                (scarce, Some(slab))
+            }
+        };
+        self.cursor = if last { 0 } else { to };
+        let frame = if last { queue.pop_front() } else { None };
+        self.sends.push(InFlight { slab, frame }, force_signal);
+    }
+
+    fn fill_control(&mut self, now: impl Fn() -> Instant, out: &mut impl Outbox) -> Result<(), Filled> {
+        loop {
+            let kind = if self.pong_due.is_some() {
+                FrameKind::Pong
+            } else if self.ping_due {
+                FrameKind::Ping
+            } else if self.proven && !self.withhold && self.rx.pure_grant_due() {
+                FrameKind::PureGrant
+            } else {
+                return Ok(());
+            };
+            if self.sends.free() == 0 {
+                return Err(Filled::NoWr);
+            }
+            let slab = self.place(HEADER_BYTES, out)?;
+            let word = match kind {
+                FrameKind::Pong => self.pong_due.take().unwrap_or_default(),
+                FrameKind::Ping => {
+                    let token = self.next_token;
+                    self.next_token = self.next_token.wrapping_add(1);
+                    self.ping_due = false;
+                    self.ping = Some(Ping { token, sent_at: now() });
+                    self.counts.pings += 1;
+                    token
+                }
+                _ => {
+                    self.counts.pure_grants += 1;
+                    0
+                }
+            };
+            let head = self.header(kind, false, false, word);
+            // A PING is signaled: it is also what covers a bare tail.
+            let force_signal = matches!(kind, FrameKind::Ping);
+            let (seq, signaled) = (self.sends.next_seq(), self.sends.will_signal(force_signal));
+            let slab = match slab {
+                None => {
+                    out.push_inline(seq, signaled, [&head, &[], &[]]);
+                    None
+                }
+                Some(mut slab) => {
+                    out.push_slab(seq, signaled, &mut slab, [&head, &[], &[]]);
+                    Some(slab)
+                }
+            };
+            self.sends.push(InFlight { slab, frame: None }, force_signal);
+        }
+    }
+
+    fn header(&mut self, kind: FrameKind, first: bool, last: bool, word: u32) -> [u8; HEADER_BYTES] {
+        let credits = if self.withhold { 0 } else { self.rx.take_grant() };
+        FrameHeader { kind, wish: self.tx.wish(), first, last, credits, word }.encode()
+    }
+
+    /// A SEND of `bytes` bytes has arrived that starts with `head` (zeros beyond its end).
+    ///
+    /// # Errors
+    ///
+    /// [`LinkError`]: the peer broke the protocol. The slab goes back in any case; a data frame's credit too.
+    pub fn on_receive(&mut self, head: [u8; HEADER_BYTES], bytes: u32) -> Result<Incoming, LinkError> {
+        self.held = false;
+        self.proven |= self.proof_by_receive;
+        if bytes < HEADER_BYTES as u32 {
+            self.rx.on_receive()?;
+            return Err(self.malformed(Malformed::Short { bytes }));
+        }
+        let header = match FrameHeader::decode(head) {
+            Ok(header) => header,
+            Err(malformed) => {
+                self.rx.on_receive()?;
+                return Err(self.malformed(malformed));
+            }
+        };
+        let body = bytes - HEADER_BYTES as u32;
+        let FrameKind::Data(kind) = header.kind else {
+            return self.on_control(header, body);
+        };
+        self.rx.on_receive()?;
+        self.on_credits(header)?;
+        match self.check_data(kind, header, body) {
+            Ok(incoming) => Ok(incoming),
+            Err(malformed) => Err(self.malformed(malformed)),
+        }
+    }
+
+    fn check_data(&mut self, kind: MessageType, header: FrameHeader, body: u32) -> Result<Incoming, Malformed> {
+        let limit = self.limits.receive_max_bytes;
+        if header.first {
+            if self.partial.is_some() {
+                let expected = u32::try_from(self.partial_body.len()).unwrap_or(u32::MAX);
+                self.drop_partial();
+                return Err(Malformed::Sequence { found: 0, expected });
+            }
+            let header_limit = if header.last { body } else { limit };
+            if header.word > header_limit {
+                return Err(Malformed::HeaderLength { header: header.word, body: header_limit });
+            }
+            if body > limit {
+                return Err(Malformed::TooLarge { limit });
+            }
+            if header.last {
+                return Ok(Incoming::Whole { kind, header_len: header.word as usize, body_len: body as usize });
+            }
+            self.partial = Some(Partial { kind, header_len: header.word });
+        } else {
+            let expected = match &self.partial {
+                Some(partial) if partial.kind == kind => u32::try_from(self.partial_body.len()).unwrap_or(u32::MAX),
+                _ => u32::MAX,
+            };
+            if header.word != expected {
+                self.drop_partial();
+                return Err(Malformed::Sequence { found: header.word, expected });
+            }
+        }
+        if body == 0 {
+            self.drop_partial();
+            return Err(Malformed::Body { kind: "fragment", body });
+        }
+        let total = self.partial_body.len() as u64 + u64::from(body);
+        if total > u64::from(limit) {
+            self.drop_partial();
+            return Err(Malformed::TooLarge { limit });
+        }
+        if header.last {
+            let header_len = self.partial.as_ref().map_or(0, |partial| partial.header_len);
+            if u64::from(header_len) > total {
+                self.drop_partial();
+                let body = u32::try_from(total).unwrap_or(u32::MAX);
+                return Err(Malformed::HeaderLength { header: header_len, body });
+            }
+        }
+        Ok(Incoming::Fragment { body_len: body as usize, last: header.last })
+    }
+
+    fn on_control(&mut self, header: FrameHeader, body: u32) -> Result<Incoming, LinkError> {
+        self.on_credits(header)?;
+        let kind = match header.kind {
+            FrameKind::Ping => "PING",
+            FrameKind::Pong => "PONG",
+            _ => "PURE_GRANT",
+        };
+        if body != 0 {
+            return Err(self.malformed(Malformed::Body { kind, body }));
+        }
+        match header.kind {
+            FrameKind::Ping => self.pong_due = Some(header.word),
+            FrameKind::Pong => {
+                // A token that nobody waits for is stale: not an error.
+                if let Some(ping) = self.ping.take_if(|ping| ping.token == header.word) {
+                    self.proven = true;
+                    return Ok(Incoming::Pong { sent_at: ping.sent_at });
+                }
+            }
+            _ => self.counts.pure_grants_received += 1,
+        }
+        Ok(Incoming::Control)
+    }
+
+    fn on_credits(&mut self, header: FrameHeader) -> Result<(), CreditError> {
+        self.rx.on_wish(header.wish);
+        self.counts.credits_received += u64::from(header.credits);
+        self.tx.on_grant(u16::from(header.credits))
+    }
+
+    fn malformed(&mut self, malformed: Malformed) -> LinkError {
+        self.counts.malformed += 1;
+        self.malformed += 1;
+        if self.malformed >= MALFORMED_MAX {
+            LinkError::TooManyMalformed(malformed)
+        } else {
+            LinkError::Malformed(malformed)
+        }
+    }
+
+    fn drop_partial(&mut self) {
+        self.partial = None;
+        self.partial_body = Vec::new();
+    }
+
+    /// Where a fragment's body is appended.
+    pub fn partial_mut(&mut self) -> &mut Vec<u8> {
+        &mut self.partial_body
+    }
+
+    /// The last fragment is appended: the frame.
+    pub fn finish_fragment(&mut self) -> Option<Assembled> {
+        let partial = self.partial.take()?;
+        let body = std::mem::take(&mut self.partial_body);
+        Some(Assembled { kind: partial.kind, header_len: partial.header_len as usize, body })
+    }
+
+    /// Every receive that this peer's frames have taken so far is posted again.
+    pub fn on_reposted(&mut self) {
+        self.rx.on_reposted();
+    }
+
+    /// A good send completion. `each` gets what the covered WRs held.
+    pub fn on_send_done(&mut self, seq: WrSeq, each: impl FnMut(InFlight, Ended)) {
+        self.sends.complete(seq, each);
+    }
+
+    /// A failed or flushed send completion.
+    pub fn on_send_failed(&mut self, seq: WrSeq, each: impl FnMut(InFlight, Ended)) {
+        self.ended = true;
+        self.sends.fail(seq, each);
+    }
+
+    /// The device refused the WRs from `seq` on.
+    pub fn take_back(&mut self, seq: WrSeq) -> impl Iterator<Item = InFlight> {
+        self.ended = true;
+        self.sends.take_back(seq)
+    }
+
+    /// The connection has ended: nothing more goes out.
+    pub fn end(&mut self) {
+        self.ended = true;
+        self.drop_partial();
+    }
+
+    /// No completion will come any more.
+    pub fn abandon(&mut self) -> impl Iterator<Item = InFlight> {
+        self.sends.abandon()
+    }
+}

@@ -1,0 +1,150 @@
+//! What a world counts, and what a test asks at the end.
+
+use std::{fmt, net::IpAddr};
+
+pub use super::srq::ReceiveSlabCount;
+
+/// Counters since the start, of one host or summed over all.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// WRs accepted by post.
+    pub posted: u64,
+    /// Messages of this host that reached the peer's slab.
+    pub delivered: u64,
+    /// Messages that reached a slab of this host.
+    pub received: u64,
+    /// RNR NAKs that this host gave: its SRQ was empty.
+    pub rnr_naks: u64,
+    /// Ack timeouts of this host's QPs.
+    pub ack_timeouts: u64,
+    /// WRs of this host that failed or were flushed.
+    pub failed_wrs: u64,
+    /// Completions lost because the CQ was full.
+    pub cq_overruns: u64,
+    /// Calls of `arm`.
+    pub arms: u64,
+    /// Channel events raised.
+    pub wakes: u64,
+    /// Async events raised.
+    pub async_events: u64,
+    /// QPs made.
+    pub qps_created: u64,
+    /// QPs destroyed.
+    pub qps_destroyed: u64,
+}
+
+impl Stats {
+    pub(super) fn absorb(&mut self, other: &Self) {
+        self.posted += other.posted;
+        self.delivered += other.delivered;
+        self.received += other.received;
+        self.rnr_naks += other.rnr_naks;
+        self.ack_timeouts += other.ack_timeouts;
+        self.failed_wrs += other.failed_wrs;
+        self.cq_overruns += other.cq_overruns;
+        self.arms += other.arms;
+        self.wakes += other.wakes;
+        self.async_events += other.async_events;
+        self.qps_created += other.qps_created;
+        self.qps_destroyed += other.qps_destroyed;
+    }
+}
+
+/// How often each fault struck: shows that a seeded run tested what it was meant to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[allow(missing_docs, reason = "named as the knobs of `Faults` and `NetFaults`")]
+pub struct FaultCounts {
+    pub delays: u64,
+    pub late_completions: u64,
+    pub spurious_wakes: u64,
+    pub lost_acks: u64,
+    pub qp_errors: u64,
+    pub rnr_storms: u64,
+    pub half_received: u64,
+    pub lost_flushes: u64,
+    pub create_qp_exhausted: u64,
+    pub connects_without_route: u64,
+    pub slow_connects: u64,
+    pub refused_posts: u64,
+    pub event_noise: u64,
+    pub port_down_hangs: u64,
+    pub dials_refused: u64,
+    pub slow_streams: u64,
+    pub resets: u64,
+    pub black_holes: u64,
+    pub half_closes: u64,
+    pub dribbles: u64,
+}
+
+/// One host at one moment.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HostReport {
+    /// Its address.
+    pub addr: IpAddr,
+    /// Killed, or its fabric and QPs all dropped.
+    pub gone: bool,
+    /// QPs not yet destroyed.
+    pub live_qps: u32,
+    /// WRs that no polled WC has covered, over live QPs.
+    pub outstanding_wrs: usize,
+    /// Completions in the CQ.
+    pub unpolled_cqes: usize,
+    /// Receive slabs by place.
+    pub receive_slabs: ReceiveSlabCount,
+    /// Send slabs that a WR still names.
+    pub send_slabs_in_flight: usize,
+    /// Its counters.
+    pub stats: Stats,
+}
+
+impl HostReport {
+    /// No QP, no WR, no completion, no send slab in the device. Posted receives are no leak: the SRQ keeps them.
+    pub fn is_quiet(&self) -> bool {
+        self.live_qps == 0
+            && self.outstanding_wrs == 0
+            && self.unpolled_cqes == 0
+            && self.send_slabs_in_flight == 0
+            && self.receive_slabs.filling == 0
+            && self.receive_slabs.lost == 0
+    }
+}
+
+/// A whole world at one moment: [`SimWorld::report`](super::SimWorld::report).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Report {
+    /// The seed of the world.
+    pub seed: u64,
+    /// Its hosts, in order of creation.
+    pub hosts: Vec<HostReport>,
+    /// Ends of bootstrap connections not yet dropped.
+    pub open_streams: usize,
+    /// Listeners not yet dropped.
+    pub listeners: usize,
+}
+
+impl Report {
+    /// Everything has come home.
+    pub fn is_quiet(&self) -> bool {
+        self.open_streams == 0 && self.listeners == 0 && self.hosts.iter().all(|host| host.gone || host.is_quiet())
+    }
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "seed {}: {} stream ends, {} listeners", self.seed, self.open_streams, self.listeners)?;
+        for host in &self.hosts {
+            writeln!(
+                f,
+                "  {}{}: {} QPs, {} WRs outstanding, {} CQEs unpolled, {} send slabs in flight, {:?}",
+                host.addr,
+                if host.gone { " (gone)" } else { "" },
+                host.live_qps,
+                host.outstanding_wrs,
+                host.unpolled_cqes,
+                host.send_slabs_in_flight,
+                host.receive_slabs
+            )?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,4 @@
+//! The simulation against the rules of verbs, each as one test.
+
+mod pair;
+mod rules;

@@ -1,0 +1,188 @@
+//! Registered memory, cut into slabs of one size.
+
+use std::{ffi::c_int, io, mem::ManuallyDrop, ptr::NonNull, sync::Arc};
+
+use ibverbs_sys as ffi;
+
+use super::{
+    check,
+    memory::{Memory, PageKind},
+    pd::Pd,
+};
+
+/// Memory of this process that the device may read and, with local write, receive into: `slabs` slots of
+/// `slab_bytes` each. No reference into it is ever made: the device may be writing, and bytes go in and out by
+/// bounds-checked raw copies.
+///
+/// Who may touch a slot is settled by the slab tokens of [`crate::fabric`]: there is one for each slot, and posting a
+/// receive takes it until the completion.
+pub(crate) struct SlabMr {
+    raw: NonNull<ffi::ibv_mr>,
+    memory: ManuallyDrop<Memory>,
+    lkey: u32,
+    slab_bytes: u32,
+    /// Distance between two slabs.
+    stride: usize,
+    slabs: u32,
+    _pd: Arc<Pd>,
+}
+
+// SAFETY: the memory is owned, not bound to a thread, and reached through raw copies alone; the MR is a handle that
+// is constant after the registration.
+unsafe impl Send for SlabMr {}
+// SAFETY: `write` needs the one `&mut SendSlab` of its slot (checked by its caller in this module's crate), `read`
+// and `append` the `&RecvSlab`, which no one has while the device may write to that slot. So no two threads write to
+// one slot at a time, nor does one read what another or the device writes.
+unsafe impl Sync for SlabMr {}
+
+impl SlabMr {
+    /// Maps and registers `slabs` slots; with local write only, so no peer can reach them by key.
+    ///
+    /// # Errors
+    ///
+    /// The kernel's or the device's: `ENOMEM` when the locked-memory limit or the memory is spent, `EPERM` when that
+    /// limit is 0.
+    pub(super) fn new(pd: &Arc<Pd>, slabs: u32, slab_bytes: u32) -> io::Result<Self> {
+        let (bytes, stride) =
+            pool_bytes(slabs, slab_bytes).ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;
+        let huge = Memory::huge(bytes).and_then(|memory| Self::register(pd, memory).ok());
+        let (memory, raw) = match huge {
+            Some(done) => done,
+            None => Self::register(pd, Memory::ordinary(bytes)?)?,
+        };
+        // SAFETY: `raw` is the live MR that ibv_reg_mr just gave; the field is constant.
+        let lkey = unsafe { (*raw.as_ptr()).lkey };
+        let memory = ManuallyDrop::new(memory);
+        Ok(Self { raw, memory, lkey, slab_bytes, stride, slabs, _pd: Arc::clone(pd) })
+    }
+
+    fn register(pd: &Pd, memory: Memory) -> io::Result<(Memory, NonNull<ffi::ibv_mr>)> {
+        let access = c_int::try_from(ffi::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE.0).unwrap_or(c_int::MAX);
+        // SAFETY: the PD is live (and `new` keeps an `Arc` of it in the owner). `start..start + len` is a mapping of
+        // ours that outlives the MR: `Drop` deregisters before it unmaps, and leaks the mapping when that fails.
+        let raw = unsafe { ffi::ibv_reg_mr(pd.as_ptr(), memory.start().as_ptr().cast(), memory.len(), access) };
+        match NonNull::new(raw) {
+            Some(raw) => Ok((memory, raw)),
+            None => Err(io::Error::last_os_error()),
+        }
+    }
+
+    /// How many slots.
+    pub(super) fn slabs(&self) -> u32 {
+        self.slabs
+    }
+
+    /// Bytes in each.
+    pub(super) fn slab_bytes(&self) -> u32 {
+        self.slab_bytes
+    }
+
+    /// What the memory lies in.
+    pub(super) fn page_kind(&self) -> PageKind {
+        self.memory.kind()
+    }
+
+    /// The first `len` bytes of a slot as the device wants to hear of them.
+    ///
+    /// # Panics
+    ///
+    /// When the slot or the length is out of range: a bug of ours.
+    pub(super) fn sge(&self, slab: u32, len: u32) -> ffi::ibv_sge {
+        let start = self.at(slab, 0, len as usize);
+        ffi::ibv_sge { addr: start.as_ptr().expose_provenance() as u64, length: len, lkey: self.lkey }
+    }
+
+    /// Copies `bytes` into a slot.
+    ///
+    /// # Panics
+    ///
+    /// When they do not fit there.
+    pub(super) fn write(&self, slab: u32, offset: usize, bytes: &[u8]) {
+        let to = self.at(slab, offset, bytes.len());
+        // SAFETY: `at` checked that `to..to + len` lies in slot `slab` of the live mapping, which no safe slice
+        // overlaps (`Memory` gives out pointers only). The caller holds the slot's only token mutably, so no other
+        // thread touches it.
+        unsafe { bytes.as_ptr().copy_to_nonoverlapping(to.as_ptr(), bytes.len()) };
+    }
+
+    /// Copies out of a slot.
+    ///
+    /// # Panics
+    ///
+    /// When `out` reaches beyond the slot.
+    pub(super) fn read(&self, slab: u32, offset: usize, out: &mut [u8]) {
+        let from = self.at(slab, offset, out.len());
+        // SAFETY: `at` checked the source range; `out` is a slice of other memory (see `write`). The mapping is
+        // zeroed at first, so each byte is initialised, and the caller's token says that the device is done with it.
+        unsafe { from.as_ptr().copy_to_nonoverlapping(out.as_mut_ptr(), out.len()) };
+    }
+
+    /// Appends a part of a slot to `out`, without zeroing the room first.
+    ///
+    /// # Panics
+    ///
+    /// When the part reaches beyond the slot.
+    pub(super) fn append(&self, slab: u32, offset: usize, len: usize, out: &mut Vec<u8>) {
+        let from = self.at(slab, offset, len);
+        out.reserve(len);
+        let room = &mut out.spare_capacity_mut()[..len];
+        // SAFETY: the source as in `read`; the target is `len` bytes of the vector's own spare room, by the slice.
+        unsafe { from.as_ptr().copy_to_nonoverlapping(room.as_mut_ptr().cast(), len) };
+        let filled = out.len() + len;
+        // SAFETY: `reserve` made the capacity at least `filled`, and the copy has just initialised the last `len`.
+        unsafe { out.set_len(filled) };
+    }
+
+    fn at(&self, slab: u32, offset: usize, len: usize) -> NonNull<u8> {
+        assert!(slab < self.slabs, "slab {slab} of {}", self.slabs);
+        let end = offset.checked_add(len);
+        assert!(
+            end.is_some_and(|end| end <= self.slab_bytes as usize),
+            "{len} bytes at {offset} in a slab of {}",
+            self.slab_bytes
+        );
+        // SAFETY: slab < slabs and offset + len <= slab_bytes <= stride, so the sum is at most slabs * stride, the
+        // mapping's length, which `pool_bytes` checked to fit `isize`.
+        unsafe { self.memory.start().add(slab as usize * self.stride + offset) }
+    }
+}
+
+impl Drop for SlabMr {
+    fn drop(&mut self) {
+        // SAFETY: `raw` came from ibv_reg_mr and is deregistered here once. The SRQ and the QPs whose WRs name this
+        // memory hold an `Arc` of `self` and are gone.
+        let rc = unsafe { ffi::ibv_dereg_mr(self.raw.as_ptr()) };
+        // SAFETY: taken once, here, and not used again.
+        let memory = unsafe { ManuallyDrop::take(&mut self.memory) };
+        if let Err(error) = check(rc) {
+            tracing::error!(%error, bytes = memory.len(), "ibv_dereg_mr failed; the memory stays mapped");
+            memory.leak();
+        }
+    }
+}
+
+/// Bytes for all slabs and the distance between two: slabs begin at cache lines.
+pub(super) fn pool_bytes(slabs: u32, slab_bytes: u32) -> Option<(usize, usize)> {
+    if slabs == 0 || slab_bytes == 0 {
+        return None;
+    }
+    let stride = (slab_bytes as usize).checked_next_multiple_of(CACHE_LINE)?;
+    let bytes = stride.checked_mul(slabs as usize)?;
+    isize::try_from(bytes).ok()?;
+    Some((bytes, stride))
+}
+
+const CACHE_LINE: usize = 64;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slabs_begin_at_cache_lines() {
+        assert_eq!(pool_bytes(3, 100), Some((384, 128)));
+        assert_eq!(pool_bytes(4096, 8192), Some((32 << 20, 8192)));
+        assert_eq!(pool_bytes(0, 8192), None);
+        assert_eq!(pool_bytes(8, 0), None);
+    }
+}

@@ -1,0 +1,249 @@
+//! Every number of a worker in one place.
+
+use std::{
+    net::{Ipv4Addr, SocketAddr},
+    time::Duration,
+};
+
+use verbs_bootstrap::{Backoff, InstanceId};
+
+use super::outbox::INLINE_ARENA_BYTES;
+use crate::{
+    fabric::QpTimers,
+    proto::{
+        credit::WINDOW_MIN,
+        link::CONTROL_WRS,
+        receive_share::{SLABS_IN_HAND, full_windows},
+    },
+};
+
+/// Who polls the completion queue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Progress {
+    /// A task that sleeps on the completion channel: arm, drain, wait. One wake-up a burst, no CPU when idle.
+    #[default]
+    Event,
+    /// The same task, but it polls for `spin` after the last completion before it sleeps. Cuts the tail at low rates for
+    /// some percent of a core.
+    SpinThenPark {
+        /// How long to poll: 20 µs is a good start. Blocks its runtime thread meanwhile, so keep it below 1 ms.
+        spin: Duration,
+    },
+    /// A thread of its own that polls without pause: the lowest latency for a whole core.
+    BusyPoll,
+    /// Nobody: the application calls [`Worker::progress`](crate::Worker::progress).
+    Manual,
+}
+
+/// How a worker behaves. [`Config::default`] suits one site with a few dozen peers.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// The worker's name over restarts. Default: random, so a restarted worker is a new one to its peers.
+    pub instance: InstanceId,
+    /// Where the bootstrap listens. Default 127.0.0.1 with a free port; whoever reaches this port can connect, so name
+    /// another address only on a trusted network or with `bootstrap.secret`.
+    pub bind: SocketAddr,
+    /// What peers are told to dial, best first, at most 8. Default empty: where the bootstrap listens, which must then
+    /// be a definite address.
+    pub advertise: Vec<SocketAddr>,
+    /// Limits of the bootstrap, and the shared secret.
+    pub bootstrap: verbs_bootstrap::Config,
+    /// Pause between dials to a peer that does not answer.
+    pub backoff: Backoff,
+    /// Credits for each peer: 8 to 4,096 receive slabs, default 64. Fewer throttle a peer at a high bandwidth-delay
+    /// product; more take their share of the SRQ: the fabric's receive slabs ÷ (window + 6) peers get a full one.
+    pub window_slabs: u16,
+    /// Send WRs of each QP: 16 to 16,384, default 63 (devices round up to a power of two less one, and 64 cost twice
+    /// the memory on Soft-RoCE). Six of them are kept for control frames.
+    pub send_wrs: u32,
+    /// A signal at least every so many WRs: 1 to 256, default 16. 1 costs up to a quarter of the message rate.
+    pub signal_every: u32,
+    /// Inline bytes asked of the device: 0 to 956, default 828 (the most that `ConnectX`-7 grants an RC QP). What is
+    /// granted is used; a refusal is stepped down, never an error.
+    pub inline_request_bytes: u32,
+    /// SENDs (8-byte header included) up to this size go inline if the device granted as much: 0 to 956, default 220.
+    /// Inline saves the device a read of host memory: 35% of latency at 64 B, nothing at 512 B on `ConnectX`-7.
+    pub inline_threshold_bytes: u32,
+    /// Largest frame (header + payload) in bytes that is sent and taken: 1 KiB to 1 GiB, default 16 MiB. The smaller
+    /// of both sides' counts. A peer can make this side hold so much while its frame arrives.
+    pub eager_max_bytes: u32,
+    /// Frames that wait for credits in a peer's channel before sends are told to wait: 1 to 65,536, default 256.
+    pub channel_frames: usize,
+    /// Bytes received but not yet taken by the application, over all peers: 64 KiB and more, default 64 MiB. Above it
+    /// credits are held back, so that senders feel it.
+    pub inbound_max_bytes: usize,
+    /// Who polls.
+    pub progress: Progress,
+    /// From RTS to the answer of the first PING: 10 ms to 60 s, default 5 s.
+    pub proof_deadline: Duration,
+    /// How long the flush of an ended connection may take before its QP is destroyed regardless: 10 ms to 10 s,
+    /// default 1 s.
+    pub flush_deadline: Duration,
+    /// WRs that no signaled one follows are covered by a PING after this time without a post: 1 ms to 1 s, default
+    /// 10 ms. Shorter costs a PING at each pause, longer keeps sent frames in memory.
+    pub tail_probe_after: Duration,
+    /// Retry policy of the QPs.
+    pub timers: QpTimers,
+    /// For reproducible simulation: seeds PSNs, incarnation and back-off. Default `None`: the system's randomness.
+    pub seed: Option<u64>,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            instance: InstanceId(rand::random()),
+            bind: SocketAddr::from((Ipv4Addr::LOCALHOST, 0)),
+            advertise: Vec::new(),
+            bootstrap: verbs_bootstrap::Config::default(),
+            backoff: Backoff::default(),
+            window_slabs: 64,
+            send_wrs: 63,
+            signal_every: 16,
+            inline_request_bytes: 828,
+            inline_threshold_bytes: 220,
+            eager_max_bytes: 16 << 20,
+            channel_frames: 256,
+            inbound_max_bytes: 64 << 20,
+            progress: Progress::Event,
+            proof_deadline: Duration::from_secs(5),
+            flush_deadline: Duration::from_secs(1),
+            tail_probe_after: Duration::from_millis(10),
+            timers: QpTimers { ack_timeout_code: 16, retry_cnt: 6, rnr_retry: 7, min_rnr_timer_code: 3 },
+            seed: None,
+        }
+    }
+}
+
+/// A number out of its range.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ConfigError {
+    /// One field by itself.
+    #[error("{field} is {value}, but must be within {min} and {max}")]
+    OutOfRange {
+        /// The field, as it is written in [`Config`].
+        field: &'static str,
+        /// What stands there.
+        value: u64,
+        /// The smallest allowed, in the field's unit (times in microseconds).
+        min: u64,
+        /// The largest allowed.
+        max: u64,
+    },
+    /// The bootstrap's part.
+    #[error("bootstrap: {0}")]
+    Bootstrap(#[from] verbs_bootstrap::ConfigError),
+    /// The SRQ carries no peer.
+    #[error(
+        "the fabric's {receive_slabs} receive slabs carry no peer with a window of {window_slabs}: at least {need} are \
+         needed"
+    )]
+    TooFewSlabs {
+        /// What the fabric has.
+        receive_slabs: u32,
+        /// The window wanted.
+        window_slabs: u16,
+        /// The least.
+        need: u32,
+    },
+    /// Peers cannot dial an address that stands for "any".
+    #[error("bind is {bind}, which no peer can dial: name the addresses to dial in `advertise`")]
+    NotDialable {
+        /// What stands in `bind`.
+        bind: SocketAddr,
+    },
+}
+
+impl Config {
+    /// Checks every range.
+    ///
+    /// # Errors
+    ///
+    /// The first field that is out of its range.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        self.bootstrap.validate()?;
+        range("window_slabs", self.window_slabs.into(), WINDOW_MIN.into(), 4096)?;
+        range("send_wrs", self.send_wrs.into(), u64::from(CONTROL_WRS) + 10, 16_384)?;
+        range("signal_every", self.signal_every.into(), 1, 256)?;
+        range("inline_request_bytes", self.inline_request_bytes.into(), 0, 956)?;
+        range("inline_threshold_bytes", self.inline_threshold_bytes.into(), 0, 956)?;
+        range("eager_max_bytes", self.eager_max_bytes.into(), 1 << 10, 1 << 30)?;
+        range("channel_frames", self.channel_frames as u64, 1, 65_536)?;
+        range("inbound_max_bytes", self.inbound_max_bytes as u64, 64 << 10, u64::MAX)?;
+        micros("proof_deadline in µs", self.proof_deadline, 10_000, 60_000_000)?;
+        micros("flush_deadline in µs", self.flush_deadline, 10_000, 10_000_000)?;
+        micros("tail_probe_after in µs", self.tail_probe_after, 1_000, 1_000_000)?;
+        range("advertise (addresses)", self.advertise.len() as u64, 0, 8)?;
+        range("timers.ack_timeout_code", self.timers.ack_timeout_code.into(), 1, 31)?;
+        range("timers.retry_cnt", self.timers.retry_cnt.into(), 0, 6)?;
+        range("timers.rnr_retry", self.timers.rnr_retry.into(), 0, 7)?;
+        range("timers.min_rnr_timer_code", self.timers.min_rnr_timer_code.into(), 1, 31)?;
+        if let Progress::SpinThenPark { spin } = self.progress {
+            micros("progress.spin in µs", spin, 1, 1_000)?;
+        }
+        if self.bind.ip().is_unspecified() && self.advertise.is_empty() {
+            return Err(ConfigError::NotDialable { bind: self.bind });
+        }
+        Ok(())
+    }
+
+    /// Checks that an SRQ of `receive_slabs` carries at least one peer.
+    pub(crate) fn validate_slabs(&self, receive_slabs: u32) -> Result<(), ConfigError> {
+        if full_windows(receive_slabs, WINDOW_MIN) == 0 {
+            let need = SLABS_IN_HAND + u32::from(WINDOW_MIN + crate::proto::credit::CONTROL_RESERVE);
+            return Err(ConfigError::TooFewSlabs { receive_slabs, window_slabs: self.window_slabs, need });
+        }
+        Ok(())
+    }
+}
+
+fn range(field: &'static str, value: u64, min: u64, max: u64) -> Result<(), ConfigError> {
+    if (min..=max).contains(&value) { Ok(()) } else { Err(ConfigError::OutOfRange { field, value, min, max }) }
+}
+
+fn micros(field: &'static str, value: Duration, min: u64, max: u64) -> Result<(), ConfigError> {
+    range(field, u64::try_from(value.as_micros()).unwrap_or(u64::MAX), min, max)
+}
+
+const _: () = assert!(INLINE_ARENA_BYTES >= 956, "the longest inline SEND fits into one batch");
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn defaults_are_valid() {
+        assert_eq!(Config::default().validate(), Ok(()));
+    }
+
+    #[test]
+    fn each_number_out_of_range_is_named() {
+        let cases: [(&str, fn(&mut Config)); 9] = [
+            ("window_slabs", |c| c.window_slabs = 7),
+            ("send_wrs", |c| c.send_wrs = 15),
+            ("signal_every", |c| c.signal_every = 0),
+            ("inline_request_bytes", |c| c.inline_request_bytes = 957),
+            ("eager_max_bytes", |c| c.eager_max_bytes = 1023),
+            ("channel_frames", |c| c.channel_frames = 0),
+            ("timers.retry_cnt", |c| c.timers.retry_cnt = 7),
+            ("timers.min_rnr_timer_code", |c| c.timers.min_rnr_timer_code = 0),
+            ("progress.spin in µs", |c| c.progress = Progress::SpinThenPark { spin: Duration::from_secs(1) }),
+        ];
+        for (name, spoil) in cases {
+            let mut config = Config::default();
+            spoil(&mut config);
+            match config.validate() {
+                Err(ConfigError::OutOfRange { field, .. }) => assert_eq!(field, name),
+                other => panic!("{name}: {other:?}"),
+            }
+        }
+    }
+
+    #[test]
+    fn an_unspecified_bind_needs_addresses_to_advertise() {
+        let mut config = Config { bind: "0.0.0.0:0".parse().unwrap(), ..Config::default() };
+        assert!(matches!(config.validate(), Err(ConfigError::NotDialable { .. })));
+        config.advertise.push("192.0.2.1:1".parse().unwrap());
+        assert_eq!(config.validate(), Ok(()));
+    }
+}

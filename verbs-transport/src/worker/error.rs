@@ -1,0 +1,223 @@
+//! What can go wrong, one enum per operation.
+
+use std::{sync::Arc, time::Duration};
+
+use verbs_bootstrap::{DialError, Gid, InstanceId, PortIdentity, Refusal};
+
+use super::config::ConfigError;
+use crate::{
+    fabric::{ConnectQpError, CreateQpError, FabricError, PostError, WcStatus},
+    proto::{link::LinkError, receive_share::SharesExhausted},
+};
+
+/// Why a frame is not known to have been delivered.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SendError {
+    /// [`Worker::start`](crate::Worker::start) was not called yet.
+    #[error("transport not started")]
+    NotStarted,
+    /// Nobody registered this peer here: register its address first.
+    #[error("peer not registered: {peer}")]
+    PeerNotRegistered {
+        /// Who.
+        peer: InstanceId,
+    },
+    /// Header + payload exceed what both sides take. Split the frame.
+    #[error("frame of {bytes} bytes is above the limit of {max} (`eager_max_bytes`, the smaller of both sides)")]
+    TooLarge {
+        /// What was given.
+        bytes: usize,
+        /// The limit.
+        max: usize,
+    },
+    /// The connection ended. The frame may have arrived if it had been posted; the next send opens a new connection.
+    #[error("connection to {peer} ended: {cause}")]
+    ConnectionLost {
+        /// Who.
+        peer: InstanceId,
+        /// Why it ended.
+        cause: Arc<EpochEnd>,
+    },
+    /// This worker is shutting down.
+    #[error("shutting down")]
+    ShuttingDown,
+}
+
+/// Why a connection, or the attempt at one, ended.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum EpochEnd {
+    /// The bootstrap came to nothing.
+    #[error("bootstrap failed: {}", with_source(.0))]
+    Dial(#[source] DialError),
+    /// The other side's offer cannot be met by this side.
+    #[error("{0}")]
+    Refused(#[source] Refusal),
+    /// No QP could be made.
+    #[error(transparent)]
+    CreateQp(CreateQpError),
+    /// The QP could not be brought up.
+    #[error(transparent)]
+    ConnectQp(ConnectQpError),
+    /// The SRQ has no window left for this peer.
+    #[error(transparent)]
+    Exhausted(SharesExhausted),
+    /// No PING came back over the new QP. The QPs were exchanged over TCP, but RDMA packets do not flow.
+    #[error(
+        "no answer over the new QP within {after:?}, from gid {local} (index {gid_index}) to gid {remote}: check that \
+         both GIDs are on one network (and in this network namespace), that no firewall drops UDP port 4791, and that \
+         the path carries packets of {mtu_bytes} bytes"
+    )]
+    NotProven {
+        /// The limit.
+        after: Duration,
+        /// Our address.
+        local: Gid,
+        /// Its index.
+        gid_index: u8,
+        /// The peer's address.
+        remote: Gid,
+        /// The path MTU that was agreed.
+        mtu_bytes: u32,
+    },
+    /// A work request failed: the QP is in ERR.
+    #[error("a SEND failed with {status} (vendor code {vendor_err:#x})")]
+    WorkRequest {
+        /// The device's word.
+        status: WcStatus,
+        /// The vendor's.
+        vendor_err: u32,
+    },
+    /// A receive of this QP failed.
+    #[error("a receive failed with {status}")]
+    Receive {
+        /// The device's word.
+        status: WcStatus,
+    },
+    /// The device refused a post that fitted.
+    #[error("post refused: {0}")]
+    Post(#[source] PostError),
+    /// The peer broke the protocol.
+    #[error("protocol: {0}")]
+    Protocol(#[source] LinkError),
+    /// The peer closed its bootstrap socket: its process ended, or it closed the connection.
+    #[error("the peer closed the connection, or its process ended")]
+    PeerClosed,
+    /// The peer came back as a new process.
+    #[error("the peer restarted")]
+    PeerRestarted,
+    /// The peer gave up its end and connected anew.
+    #[error("the peer opened a new connection in place of this one")]
+    Replaced,
+    /// An async event said that the QP is in ERR.
+    #[error("the device reports a fatal error of the QP")]
+    QpFatal,
+    /// The device or its CQ is broken.
+    #[error("the device is lost: {0}")]
+    DeviceLost(#[source] Arc<FabricError>),
+    /// This worker is shutting down.
+    #[error("shutting down")]
+    ShuttingDown,
+}
+
+/// An error and the one beneath it, in one line.
+fn with_source(error: &DialError) -> String {
+    match std::error::Error::source(error) {
+        Some(source) => format!("{error}: {source}"),
+        None => error.to_string(),
+    }
+}
+
+/// Why two ports cannot meet, if they cannot: link layer, GID type and address family must agree.
+pub(crate) fn cannot_meet(ours: &PortIdentity, theirs: &PortIdentity) -> Option<String> {
+    if ours.link_layer != theirs.link_layer {
+        return Some(format!("link layer {:?} here, {:?} there", ours.link_layer, theirs.link_layer));
+    }
+    if ours.link_layer == verbs_bootstrap::LinkLayer::InfiniBand {
+        return None;
+    }
+    if ours.gid_type != theirs.gid_type || ours.gid.family() != theirs.gid.family() {
+        return Some(format!(
+            "gid {} (index {}, {:?}, {:?}) here cannot reach gid {} (index {}, {:?}, {:?}) there: choose GIDs of one \
+             type and family on both sides",
+            ours.gid,
+            ours.gid_index,
+            ours.gid_type,
+            ours.gid.family(),
+            theirs.gid,
+            theirs.gid_index,
+            theirs.gid_type,
+            theirs.gid.family()
+        ));
+    }
+    None
+}
+
+/// Why a peer could not be registered.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RegisterError {
+    /// The address has no entry for this transport, or none that this worker's port can reach: try another transport.
+    #[error("no endpoint: {reason}")]
+    NoEndpoint {
+        /// Why.
+        reason: String,
+    },
+    /// There is an entry, but it cannot be used.
+    #[error("invalid endpoint: {reason}")]
+    InvalidEndpoint {
+        /// Why.
+        reason: String,
+    },
+    /// The address is this worker's own: loopback to oneself is not offered.
+    #[error("{instance} is this worker itself")]
+    Myself {
+        /// This worker.
+        instance: InstanceId,
+    },
+}
+
+/// Why a worker did not start.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum StartError {
+    /// A number out of its range.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// No listener.
+    #[error(transparent)]
+    Listen(#[from] verbs_bootstrap::ListenError),
+    /// The address could not be written.
+    #[error(transparent)]
+    Address(#[from] verbs_bootstrap::EncodeAddressError),
+    /// The SRQ could not be filled, or a thread not be made.
+    #[error("{what}: {source}")]
+    Device {
+        /// Which step.
+        what: &'static str,
+        /// The system's word.
+        source: std::io::Error,
+    },
+    /// It was started or shut down before.
+    #[error("the worker was started before; make a new one")]
+    NotNew,
+}
+
+/// Why a peer could not be connected or did not answer.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ConnectError {
+    /// [`Worker::start`](crate::Worker::start) was not called yet.
+    #[error("transport not started")]
+    NotStarted,
+    /// Nobody registered this peer here.
+    #[error("peer not registered: {peer}")]
+    PeerNotRegistered {
+        /// Who.
+        peer: InstanceId,
+    },
+    /// The attempt ended.
+    #[error("{0}")]
+    Failed(Arc<EpochEnd>),
+}

@@ -1,0 +1,558 @@
+//! The worker: the asynchronous shell around the protocol. It owns no protocol decision.
+
+mod admission;
+mod config;
+mod connect;
+mod driver;
+mod error;
+mod inbound;
+mod outbox;
+mod peer;
+mod shared;
+mod stats;
+
+use std::{
+    fmt,
+    net::SocketAddr,
+    sync::{Arc, Mutex},
+    time::Duration,
+};
+
+use bytes::Bytes;
+use tokio::{runtime::Handle, sync::oneshot, task::JoinHandle};
+use verbs_bootstrap::{
+    AddressError, DeviceHint, Endpoint, InstanceId, Listener, ListenerStats, PortIdentity, RegisterVerdict,
+    WorkerAddress,
+};
+
+pub use admission::{Admission, AdmissionError, AdmissionState, SendOutcome};
+pub use config::{Config, ConfigError, Progress};
+pub use error::{ConnectError, EpochEnd, RegisterError, SendError, StartError};
+pub use inbound::{Borrowed, Handler, Inbound, Received, Stream};
+pub use stats::{FlowStats, Stats};
+
+use self::{
+    driver::Driver,
+    error::cannot_meet,
+    inbound::Sink,
+    peer::{Effects, Peer, report},
+    shared::{Life, Shared, lock},
+};
+use crate::{
+    fabric::{Fabric, FabricError, RecvSlab},
+    proto::{
+        frame::MessageType,
+        link::{Frame, LinkLimits, SendErrorHandler},
+    },
+};
+
+/// One running transport: a port of a device, a listener, and the connections to its peers.
+///
+/// Dropping the last clone shuts it down, without waiting; [`Worker::shutdown`] waits.
+pub struct Worker<F: Fabric> {
+    owner: Arc<Owner<F>>,
+}
+
+impl<F: Fabric> Clone for Worker<F> {
+    fn clone(&self) -> Self {
+        Self { owner: self.owner.clone() }
+    }
+}
+
+impl<F: Fabric> fmt::Debug for Worker<F> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Worker").field("me", &self.shared().me).field("life", &self.shared().life()).finish()
+    }
+}
+
+/// What ends with the last clone of a worker.
+struct Owner<F: Fabric> {
+    shared: Arc<Shared<F>>,
+    running: Mutex<Running>,
+    /// Kept until start: the SRQ is filled then.
+    receives: Mutex<Vec<RecvSlab>>,
+}
+
+/// What runs between start and shutdown.
+#[derive(Default)]
+struct Running {
+    address: Option<(Endpoint, WorkerAddress)>,
+    listener: Option<Listener>,
+    driver: Option<Polling>,
+}
+
+enum Polling {
+    Task(JoinHandle<()>),
+    Thread(std::thread::JoinHandle<()>),
+}
+
+/// A connection as it is now.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct PeerDescription {
+    /// Who.
+    pub peer: InstanceId,
+    /// Registered here.
+    pub registered: bool,
+    /// A PING has come back over the QP.
+    pub proven: bool,
+    /// Device, port and GID in words, and why they were chosen.
+    pub path: String,
+    /// Our port.
+    pub local: PortIdentity,
+    /// The peer's, once its offer is known.
+    pub remote: Option<PortIdentity>,
+    /// Our QP's number.
+    pub qpn: Option<u32>,
+    /// The path MTU in bytes: the smaller of both ports'.
+    pub mtu_bytes: Option<u32>,
+    /// Inline bytes that the device granted.
+    pub inline_granted_bytes: Option<u32>,
+    /// What both sides agreed on.
+    pub limits: Option<LinkLimits>,
+    /// Largest frame to this peer in bytes, header and payload together.
+    pub max_message_bytes: Option<usize>,
+    /// Send credits left.
+    pub credits_left: Option<u16>,
+    /// Credits that we owe the peer.
+    pub credits_owed: Option<u16>,
+    /// WRs in flight.
+    pub wrs_in_flight: Option<u32>,
+    /// Frames that wait in the channel.
+    pub queued_frames: usize,
+}
+
+impl<F: Fabric> Worker<F> {
+    /// A worker on an opened fabric. It does nothing before [`Worker::start`].
+    ///
+    /// # Errors
+    ///
+    /// A number of the configuration is out of its range, or the fabric has too few receive slabs for one peer.
+    pub fn new(config: Config, fabric: F) -> Result<Self, ConfigError> {
+        config.validate()?;
+        config.validate_slabs(fabric.slabs().receive_slabs)?;
+        let (receives, sends) = fabric.take_slabs();
+        let shared = Arc::new(Shared::new(config, fabric, sends));
+        Ok(Self { owner: Arc::new(Owner { shared, running: Mutex::default(), receives: Mutex::new(receives) }) })
+    }
+
+    /// Fills the SRQ, listens, and starts to poll, on the current tokio runtime. Frames arrive on the four streams.
+    ///
+    /// # Errors
+    ///
+    /// [`StartError`]; the worker cannot be started again.
+    ///
+    /// # Panics
+    ///
+    /// Outside a tokio runtime.
+    pub async fn start(&self) -> Result<Inbound, StartError> {
+        let (sink, inbound) = Sink::streams(&self.shared().backlog);
+        self.start_with(sink).await?;
+        Ok(inbound)
+    }
+
+    /// As [`Worker::start`], but frames go to `handler`, on the driver.
+    ///
+    /// # Errors
+    ///
+    /// As [`Worker::start`].
+    ///
+    /// # Panics
+    ///
+    /// As [`Worker::start`].
+    pub async fn start_with_handler(&self, handler: impl Handler) -> Result<(), StartError> {
+        self.start_with(Sink::Handler(Arc::new(handler))).await
+    }
+
+    async fn start_with(&self, sink: Sink) -> Result<(), StartError> {
+        let shared = self.shared();
+        if !shared.advance(Life::New, Life::Running) {
+            return Err(StartError::NotNew);
+        }
+        shared.set_runtime(Handle::current());
+        shared.set_driver(Driver::new(sink));
+        let mut receives = std::mem::take(&mut *lock(&self.owner.receives));
+        shared
+            .fabric
+            .post_receives(&mut receives)
+            .map_err(|error| StartError::Device { what: "filling the SRQ", source: error.source })?;
+        shared.arm_srq_limit().map_err(|error| StartError::Device { what: error.what, source: error.source })?;
+        let config = &shared.config;
+        let acceptor = Arc::new(connect::Accept(Arc::downgrade(shared)));
+        let listener = Listener::bind(shared.fabric.net(), config.bind, &config.bootstrap, acceptor).await?;
+        let endpoint = self.endpoint(listener.local_addr());
+        let address = WorkerAddress::encode(&endpoint)?;
+        let driver = self.poll_with(config.progress)?;
+        *lock(&self.owner.running) =
+            Running { address: Some((endpoint, address)), listener: Some(listener), driver };
+        Ok(())
+    }
+
+    fn endpoint(&self, listening: SocketAddr) -> Endpoint {
+        let shared = self.shared();
+        let port = shared.fabric.port();
+        let advertise = &shared.config.advertise;
+        Endpoint {
+            instance: shared.me.instance,
+            incarnation: shared.me.incarnation,
+            bootstrap: if advertise.is_empty() { vec![listening] } else { advertise.clone() },
+            devices: vec![DeviceHint {
+                gid: port.gid,
+                gid_index: port.gid_index,
+                gid_type: port.gid_type,
+                mtu: port.mtu,
+                numa_node: None,
+            }],
+        }
+    }
+
+    fn poll_with(&self, progress: Progress) -> Result<Option<Polling>, StartError> {
+        let shared = self.shared().clone();
+        let runtime = Handle::current();
+        Ok(match progress {
+            Progress::Manual => None,
+            Progress::Event | Progress::SpinThenPark { .. } => {
+                Some(Polling::Task(runtime.spawn(driver::run_task(shared, driver::spin_of(progress)))))
+            }
+            Progress::BusyPoll => {
+                let poll = move || {
+                    let _inside = runtime.enter();
+                    driver::run_thread(&shared);
+                };
+                let thread = std::thread::Builder::new().name("verbs-poll".to_owned()).spawn(poll);
+                let failed = |source| StartError::Device { what: "starting the polling thread", source };
+                Some(Polling::Thread(thread.map_err(failed)?))
+            }
+        })
+    }
+
+    fn shared(&self) -> &Arc<Shared<F>> {
+        &self.owner.shared
+    }
+
+    /// This transport's key in a [`WorkerAddress`].
+    #[expect(clippy::unused_self, reason = "every transport answers for itself")]
+    pub fn key(&self) -> &'static str {
+        verbs_bootstrap::TRANSPORT_KEY
+    }
+
+    /// The worker's name.
+    pub fn instance(&self) -> InstanceId {
+        self.shared().me.instance
+    }
+
+    /// What peers need to reach this worker; without an entry before [`Worker::start`].
+    pub fn address(&self) -> WorkerAddress {
+        let running = lock(&self.owner.running);
+        running.address.as_ref().map_or_else(WorkerAddress::empty, |(_, address)| address.clone())
+    }
+
+    /// Where the bootstrap listens, once started.
+    pub fn listening_at(&self) -> Option<SocketAddr> {
+        lock(&self.owner.running).listener.as_ref().map(Listener::local_addr)
+    }
+
+    /// Learns a peer's address and connects nothing. A peer that is known by another run is retired: its queued
+    /// frames fail, and the next send reaches the new run.
+    ///
+    /// # Errors
+    ///
+    /// [`RegisterError`].
+    pub fn register(&self, address: &WorkerAddress) -> Result<InstanceId, RegisterError> {
+        let endpoint = address.endpoint().map_err(|error| match error {
+            AddressError::NoEndpoint(inner) => RegisterError::NoEndpoint { reason: inner.to_string() },
+            AddressError::InvalidEndpoint(inner) => RegisterError::InvalidEndpoint { reason: inner.to_string() },
+        })?;
+        let shared = self.shared();
+        if endpoint.instance == shared.me.instance {
+            return Err(RegisterError::Myself { instance: endpoint.instance });
+        }
+        self.eligible(&endpoint)?;
+        let peer = shared.peer_or_new(endpoint.instance);
+        let mut effects = Effects::default();
+        {
+            let mut state = peer.lock();
+            match state.exchange.on_registered(endpoint.incarnation) {
+                RegisterVerdict::Superseded => {
+                    tracing::debug!(peer = %peer.id, "the address is of a run that is over; the newer one is kept");
+                    if state.address.is_some() {
+                        return Ok(peer.id);
+                    }
+                }
+                RegisterVerdict::Keep => {}
+                RegisterVerdict::Retire { retired } => {
+                    if retired.is_some() {
+                        let cause = Arc::new(EpochEnd::PeerRestarted);
+                        peer.end_unbound(&mut state, shared, cause, &mut effects);
+                    }
+                }
+            }
+            state.address = Some(endpoint);
+        }
+        peer.changed.notify_waiters();
+        effects.run(shared);
+        Ok(peer.id)
+    }
+
+    /// Whether one of the peer's ports can meet ours.
+    fn eligible(&self, endpoint: &Endpoint) -> Result<(), RegisterError> {
+        let port = self.shared().fabric.port();
+        let problem = |hint: &DeviceHint| {
+            let theirs =
+                PortIdentity { gid: hint.gid, gid_type: hint.gid_type, gid_index: hint.gid_index, ..port };
+            cannot_meet(&port, &theirs)
+        };
+        let mut reasons = Vec::new();
+        for hint in &endpoint.devices {
+            match problem(hint) {
+                None => return Ok(()),
+                Some(reason) => reasons.push(reason),
+            }
+        }
+        if reasons.is_empty() { Ok(()) } else { Err(RegisterError::NoEndpoint { reason: reasons.join("; ") }) }
+    }
+
+    /// Sends a frame. Never blocks and never gives the frame back: it is posted at once when there is room, else it
+    /// waits its turn. Frames to one peer arrive in the order of these calls.
+    ///
+    /// Every frame has one end: delivered, reported once through `on_error` with its original bytes, or its admission
+    /// resolved with an error. What fails before the wire is reported before this returns.
+    pub fn send(
+        &self,
+        peer: InstanceId,
+        header: Bytes,
+        payload: Bytes,
+        kind: MessageType,
+        on_error: Arc<dyn SendErrorHandler>,
+    ) -> SendOutcome {
+        let shared = self.shared();
+        let frame = Frame { kind, header, payload, on_error };
+        match self.check(peer, &frame) {
+            Ok(peer) => {
+                shared.counters.sent.add(kind, frame.body_bytes());
+                peer.send(shared, frame)
+            }
+            Err(error) => {
+                shared.counters.rejected.add(1);
+                report(frame, error);
+                SendOutcome::Admitted
+            }
+        }
+    }
+
+    fn check(&self, id: InstanceId, frame: &Frame) -> Result<Arc<Peer<F>>, SendError> {
+        let shared = self.shared();
+        match shared.life() {
+            Life::New => return Err(SendError::NotStarted),
+            Life::Running => {}
+            Life::Stopping | Life::Stopped => return Err(SendError::ShuttingDown),
+        }
+        let not_registered = SendError::PeerNotRegistered { peer: id };
+        let peer = shared.find_peer(id).ok_or(not_registered.clone())?;
+        let (registered, max) = {
+            let state = peer.lock();
+            let remote = state.epoch.as_ref().and_then(|epoch| epoch.remote.as_ref());
+            let theirs = remote.map_or(u32::MAX, |remote| remote.eager_max_bytes);
+            (state.address.is_some(), theirs.min(shared.config.eager_max_bytes) as usize)
+        };
+        if !registered {
+            return Err(not_registered);
+        }
+        let bytes = frame.body_bytes();
+        if bytes > max {
+            return Err(SendError::TooLarge { bytes, max });
+        }
+        Ok(peer)
+    }
+
+    /// Largest frame to this peer in bytes, header and payload together; `None` while its limit is unknown.
+    pub fn max_message_size(&self, peer: InstanceId) -> Option<usize> {
+        let peer = self.shared().find_peer(peer)?;
+        let state = peer.lock();
+        let remote = state.epoch.as_ref()?.remote.as_ref()?;
+        Some(remote.eager_max_bytes.min(self.shared().config.eager_max_bytes) as usize)
+    }
+
+    /// Connects to a peer if need be, and returns when a PING has come back over the QP.
+    ///
+    /// # Errors
+    ///
+    /// [`ConnectError`]: the attempt failed; the next one waits for the back-off.
+    pub async fn ensure_connected(&self, peer: InstanceId) -> Result<(), ConnectError> {
+        let shared = self.shared();
+        if shared.life() == Life::New {
+            return Err(ConnectError::NotStarted);
+        }
+        let not_registered = ConnectError::PeerNotRegistered { peer };
+        let peer = shared.find_peer(peer).ok_or(not_registered.clone())?;
+        let answer = {
+            let mut state = peer.lock();
+            if state.epoch.as_ref().is_some_and(|epoch| epoch.proof_told) {
+                return Ok(());
+            }
+            if state.address.is_none() {
+                return Err(not_registered);
+            }
+            if shared.is_stopping() {
+                return Err(ConnectError::Failed(Arc::new(EpochEnd::ShuttingDown)));
+            }
+            let (waiter, answer) = oneshot::channel();
+            state.connect_waiters.push(waiter);
+            if !std::mem::replace(&mut state.dialer, true) {
+                shared.spawn_dialer(&peer);
+            }
+            answer
+        };
+        answer.await.unwrap_or_else(|_| Err(ConnectError::Failed(Arc::new(EpochEnd::ShuttingDown))))
+    }
+
+    /// Polls one batch on the caller's thread: for [`Progress::Manual`], allowed in every mode. Gives the number of
+    /// completions; 0 means that nothing is to be done now.
+    ///
+    /// # Errors
+    ///
+    /// The device is lost: all connections have ended.
+    pub fn progress(&self) -> Result<usize, FabricError> {
+        let shared = self.shared();
+        let Some(mut driver) = shared.try_driver() else { return Ok(0) };
+        let polled = driver.progress(shared)?;
+        if polled == 0 {
+            driver.timers(shared);
+        }
+        Ok(polled)
+    }
+
+    /// The connection to a peer as it is now; `None` for a peer that is not known.
+    pub fn describe(&self, peer: InstanceId) -> Option<PeerDescription> {
+        let shared = self.shared();
+        let peer = shared.find_peer(peer)?;
+        let local = shared.fabric.port();
+        let state = peer.lock();
+        let epoch = state.epoch.as_ref();
+        let link = epoch.and_then(|epoch| epoch.link.as_ref());
+        let remote = epoch.and_then(|epoch| epoch.remote.as_ref());
+        let eager = shared.config.eager_max_bytes;
+        Some(PeerDescription {
+            peer: peer.id,
+            registered: state.address.is_some(),
+            proven: link.is_some_and(crate::proto::link::Link::is_proven),
+            path: shared.fabric.path_reason(),
+            local,
+            remote: remote.map(|remote| remote.port),
+            qpn: epoch.map(|epoch| crate::fabric::FabricQp::qpn(&*epoch.qp).get()),
+            mtu_bytes: remote.map(|remote| remote.port.mtu.min(local.mtu).bytes()),
+            inline_granted_bytes: epoch.map(|epoch| crate::fabric::FabricQp::caps(&*epoch.qp).inline_bytes),
+            limits: link.map(crate::proto::link::Link::limits),
+            max_message_bytes: remote.map(|remote| remote.eager_max_bytes.min(eager) as usize),
+            credits_left: link.map(crate::proto::link::Link::credits_left),
+            credits_owed: link.map(crate::proto::link::Link::credits_owed),
+            wrs_in_flight: link.map(crate::proto::link::Link::wrs_in_flight),
+            queued_frames: state.queue.len(),
+        })
+    }
+
+    /// The device, port and GID in words, and why they were chosen.
+    pub fn path_reason(&self) -> String {
+        self.shared().fabric.path_reason()
+    }
+
+    /// Counts since the start, and gauges as they are now.
+    pub fn stats(&self) -> Stats {
+        let shared = self.shared();
+        let mut stats = shared.counters.snapshot();
+        stats.links = *shared.past_links();
+        for peer in shared.all_peers() {
+            let state = peer.lock();
+            stats.peers += usize::from(state.address.is_some());
+            if let Some(link) = state.epoch.as_ref().and_then(|epoch| epoch.link.as_ref()) {
+                stats.links.add(&link.counts());
+                stats.connections += usize::from(link.is_proven());
+            }
+        }
+        stats.qps = shared.qps();
+        stats.receives_promised = shared.shares().promised();
+        stats.send_slabs_free = shared.send_slabs.len();
+        stats.inbound_backlog_bytes = shared.backlog.bytes();
+        stats
+    }
+
+    /// What the bootstrap's listener has seen, once started.
+    pub fn listener_stats(&self) -> Option<ListenerStats> {
+        lock(&self.owner.running).listener.as_ref().map(Listener::stats)
+    }
+
+    /// The fabric underneath.
+    pub fn fabric(&self) -> &F {
+        &self.shared().fabric
+    }
+
+    /// Stops listening, ends all connections, reports every frame that is queued or in flight, and returns when all
+    /// QPs are gone: within `flush_deadline` and half a second. Idempotent; may come before start.
+    pub async fn shutdown(&self) {
+        let shared = self.shared();
+        let listener = self.owner.begin_stop();
+        if let Some(listener) = listener {
+            listener.stop().await;
+        }
+        let bound = shared.config.flush_deadline + Duration::from_millis(500);
+        let _ = tokio::time::timeout(bound, self.await_retired()).await;
+        shared.stop_driver();
+        let driver = lock(&self.owner.running).driver.take();
+        match driver {
+            Some(Polling::Task(task)) => {
+                if tokio::time::timeout(bound, task).await.is_err() {
+                    tracing::error!("the driver's task did not end");
+                }
+            }
+            Some(Polling::Thread(thread)) => {
+                let join = tokio::task::spawn_blocking(move || thread.join());
+                if tokio::time::timeout(bound, join).await.is_err() {
+                    tracing::error!("the polling thread did not end");
+                }
+            }
+            None => {}
+        }
+        shared.advance(Life::Stopping, Life::Stopped);
+    }
+
+    /// Until no ended connection is left; polls itself where nobody else does.
+    async fn await_retired(&self) {
+        let shared = self.shared();
+        loop {
+            let told = shared.all_retired.notified();
+            let quiet = shared.try_driver().is_none_or(|mut driver| {
+                if shared.config.progress == Progress::Manual {
+                    // The device is lost or not: what is in flight ends by the clock at the latest.
+                    let _ = driver.progress(shared);
+                    driver.timers(shared);
+                }
+                driver.is_quiet()
+            });
+            if quiet && shared.retired.is_empty() {
+                return;
+            }
+            let _ = tokio::time::timeout(Duration::from_millis(5), told).await;
+        }
+    }
+}
+
+impl<F: Fabric> Owner<F> {
+    /// Raises the flag, takes the listener down, ends all connections.
+    fn begin_stop(&self) -> Option<Listener> {
+        let shared = &self.shared;
+        if !shared.advance(Life::Running, Life::Stopping) && !shared.advance(Life::New, Life::Stopped) {
+            return None;
+        }
+        let listener = lock(&self.running).listener.take();
+        shared.end_all(&Arc::new(EpochEnd::ShuttingDown));
+        listener
+    }
+}
+
+impl<F: Fabric> Drop for Owner<F> {
+    fn drop(&mut self) {
+        drop(self.begin_stop());
+        self.shared.stop_driver();
+    }
+}
+

@@ -1,0 +1,372 @@
+//! One peer: its gate, its channel, and the epoch that carries them. Everything here runs under the peer's lock.
+
+use std::{
+    collections::VecDeque,
+    fmt,
+    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+    time::Instant,
+};
+
+use tokio::{
+    sync::{Notify, oneshot, watch},
+    task::AbortHandle,
+};
+use verbs_bootstrap::{Endpoint, Exchange, Generation, InstanceId, Offer, Psn};
+
+use super::{
+    shared::Shared,
+    admission::{Admission, AdmissionError, CancelGate, SendOutcome, Ticket, contain},
+    error::{ConnectError, EpochEnd, SendError},
+    outbox::Batch,
+};
+use crate::{
+    fabric::{Fabric, FabricQp, WrSeq},
+    proto::{
+        link::{Filled, Frame, InFlight, Link},
+        send_queue::Ended,
+    },
+};
+
+/// A peer, known by registration or by its hello.
+pub(crate) struct Peer<F: Fabric> {
+    pub(crate) id: InstanceId,
+    state: Mutex<PeerState<F>>,
+    /// Wakes the dialer out of its back-off: registered anew, connected, or ended.
+    pub(crate) changed: Notify,
+}
+
+pub(crate) struct PeerState<F: Fabric> {
+    pub(crate) address: Option<Endpoint>,
+    pub(crate) exchange: Exchange,
+    /// The channel: frames accepted, not posted in full.
+    pub(crate) queue: VecDeque<Frame>,
+    gate: VecDeque<(Frame, Arc<Ticket>)>,
+    pub(crate) epoch: Option<Epoch<F>>,
+    /// A task is dialing, or waits to.
+    pub(crate) dialer: bool,
+    pub(crate) connect_waiters: Vec<oneshot::Sender<Result<(), ConnectError>>>,
+    /// In the driver's list of peers to look at.
+    pub(crate) touched: bool,
+    /// In the driver's list of peers that owe credits once slabs are posted again.
+    pub(crate) owing: bool,
+    /// In the list of peers that wait for a send slab.
+    pub(crate) starved: bool,
+}
+
+/// One QP and the connection that comes of it.
+pub(crate) struct Epoch<F: Fabric> {
+    pub(crate) generation: Generation,
+    pub(crate) qp: Arc<F::Qp>,
+    pub(crate) psn: Psn,
+    pub(crate) rx_window: u16,
+    /// The connection, once the QP is in RTS.
+    pub(crate) link: Option<Link>,
+    pub(crate) remote: Option<Offer>,
+    /// Turns true with `link`; closed when the epoch ends.
+    pub(crate) up: watch::Sender<bool>,
+    /// The tasks that hold this epoch's bootstrap sockets.
+    pub(crate) lives: Vec<AbortHandle>,
+    pub(crate) lives_open: usize,
+    /// The exchange and the waiters know that the connection is proven.
+    pub(crate) proof_told: bool,
+    /// Where the send queue stood when the driver last looked at its bare tail.
+    pub(crate) tail_seen: Option<WrSeq>,
+}
+
+/// An epoch on its way out: the driver waits for its flush, then destroys the QP.
+pub(crate) struct Retired<F: Fabric> {
+    pub(crate) peer: InstanceId,
+    pub(crate) qp: Arc<F::Qp>,
+    pub(crate) link: Option<Link>,
+    pub(crate) cause: Arc<EpochEnd>,
+    pub(crate) rx_window: u16,
+    pub(crate) since: Instant,
+}
+
+/// What must happen after the lock is gone: callbacks of the application never run under it.
+#[derive(Default)]
+pub(crate) struct Effects(Vec<Effect>);
+
+enum Effect {
+    Resolve(Arc<Ticket>, Result<(), AdmissionError>),
+    Failed(Frame, SendError),
+    Connected(oneshot::Sender<Result<(), ConnectError>>, Result<(), ConnectError>),
+}
+
+impl Effects {
+    pub(crate) fn failed(&mut self, frame: Frame, error: SendError) {
+        self.0.push(Effect::Failed(frame, error));
+    }
+
+    fn resolve(&mut self, ticket: Arc<Ticket>, result: Result<(), AdmissionError>) {
+        self.0.push(Effect::Resolve(ticket, result));
+    }
+
+    pub(crate) fn connected(
+        &mut self,
+        waiter: oneshot::Sender<Result<(), ConnectError>>,
+        result: Result<(), ConnectError>,
+    ) {
+        self.0.push(Effect::Connected(waiter, result));
+    }
+
+    /// Runs them. No lock of ours may be held.
+    pub(crate) fn run<F: Fabric>(self, shared: &Shared<F>) {
+        for effect in self.0 {
+            match effect {
+                Effect::Resolve(ticket, result) => {
+                    shared.counters.admissions_failed.add(u64::from(result.is_err()));
+                    ticket.resolve(result);
+                }
+                Effect::Failed(frame, error) => {
+                    shared.counters.failed.add(1);
+                    report(frame, error);
+                }
+                // A waiter that gave up is no fault.
+                Effect::Connected(waiter, result) => drop(waiter.send(result)),
+            }
+        }
+    }
+}
+
+/// Gives a frame back through its error handler.
+pub(crate) fn report(frame: Frame, error: SendError) {
+    let Frame { header, payload, on_error, .. } = frame;
+    contain("on_error", || on_error.on_error(header, payload, error));
+}
+
+impl<F: Fabric> Peer<F> {
+    pub(crate) fn new(id: InstanceId, exchange: Exchange) -> Self {
+        let state = PeerState {
+            address: None,
+            exchange,
+            queue: VecDeque::new(),
+            gate: VecDeque::new(),
+            epoch: None,
+            dialer: false,
+            connect_waiters: Vec::new(),
+            touched: false,
+            owing: false,
+            starved: false,
+        };
+        Self { id, state: Mutex::new(state), changed: Notify::new() }
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, PeerState<F>> {
+        // A panic of ours under the lock is contained where it happened; the state is still the best there is.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// One frame through the gate. The caller has checked registration and size.
+    pub(crate) fn send(self: &Arc<Self>, shared: &Arc<Shared<F>>, frame: Frame) -> SendOutcome {
+        let mut effects = Effects::default();
+        let mut state = self.lock();
+        if shared.is_stopping() {
+            // Checked under the lock: shutdown takes each lock after it has raised the flag.
+            drop(state);
+            shared.counters.failed.add(1);
+            report(frame, SendError::ShuttingDown);
+            return SendOutcome::Admitted;
+        }
+        let outcome = if state.gate.is_empty() && state.queue.len() < shared.config.channel_frames {
+            state.queue.push_back(frame);
+            SendOutcome::Admitted
+        } else {
+            shared.counters.pended.add(1);
+            let ticket = Arc::<Ticket>::default();
+            state.gate.push_back((frame, ticket.clone()));
+            SendOutcome::Pending(Admission::new(ticket, Arc::new(Gate { peer: Arc::downgrade(self) })))
+        };
+        if state.epoch.as_ref().is_some_and(|epoch| epoch.link.is_some()) {
+            self.pump(&mut state, shared, &mut effects);
+        } else if !state.dialer {
+            state.dialer = true;
+            shared.spawn_dialer(self);
+        }
+        drop(state);
+        effects.run(shared);
+        outcome
+    }
+
+    /// Posts what may be posted and lets frames move up from the gate.
+    pub(crate) fn pump(self: &Arc<Self>, state: &mut PeerState<F>, shared: &Shared<F>, effects: &mut Effects) {
+        let PeerState { epoch, queue, gate, exchange, connect_waiters, starved, .. } = state;
+        let Some(epoch) = epoch else { return };
+        let Some(link) = &mut epoch.link else { return };
+        if link.is_proven() && !epoch.proof_told {
+            epoch.proof_told = true;
+            exchange.on_proven(epoch.generation);
+            shared.counters.connections_made.add(1);
+            for waiter in connect_waiters.drain(..) {
+                effects.connected(waiter, Ok(()));
+            }
+        }
+        link.set_withhold(shared.is_withholding());
+        let mut batch = Batch::new(&shared.fabric, &shared.send_slabs);
+        loop {
+            let filled = link.fill(|| shared.now(), queue, &mut batch);
+            if let Err((refused, error)) = batch.post(&epoch.qp, link) {
+                // Those before it are live and will be flushed; those from it on were never posted.
+                let cause = Arc::new(EpochEnd::Post(error));
+                let taken_back: Vec<InFlight> = link.take_back(refused).collect();
+                for op in taken_back {
+                    shared.retire_op(self.id, op, Ended::Failed, &cause, effects);
+                }
+                let generation = epoch.generation;
+                self.end_epoch(state, shared, generation, cause, effects);
+                return;
+            }
+            let mut moved = false;
+            while queue.len() < shared.config.channel_frames {
+                let Some((frame, ticket)) = gate.pop_front() else { break };
+                queue.push_back(frame);
+                effects.resolve(ticket, Ok(()));
+                moved = true;
+            }
+            match filled {
+                Filled::BatchFull => {}
+                Filled::Idle if moved => {}
+                Filled::NoSlab => {
+                    if !std::mem::replace(starved, true) {
+                        shared.starved.push(self.clone());
+                    }
+                    break;
+                }
+                _ => break,
+            }
+        }
+        if link.has_bare_tail() {
+            shared.note_bare_tail();
+        }
+    }
+
+    /// Ends the epoch `generation`, once: a later call for it does nothing. What is queued fails now, what is in
+    /// flight when its flush comes.
+    pub(crate) fn end_epoch(
+        &self,
+        state: &mut PeerState<F>,
+        shared: &Shared<F>,
+        generation: Generation,
+        cause: Arc<EpochEnd>,
+        effects: &mut Effects,
+    ) -> bool {
+        let ours = state.epoch.as_ref().is_some_and(|epoch| epoch.generation == generation);
+        if !state.exchange.on_epoch_end(generation, shared.now()) && !ours {
+            return false;
+        }
+        self.end_unbound(state, shared, cause, effects);
+        true
+    }
+
+    /// The same for an epoch that the exchange has already given up.
+    pub(crate) fn end_unbound(
+        &self,
+        state: &mut PeerState<F>,
+        shared: &Shared<F>,
+        cause: Arc<EpochEnd>,
+        effects: &mut Effects,
+    ) {
+        shared.counters.epochs_ended.add(1);
+        let reason: &EpochEnd = &cause;
+        tracing::info!(peer = %self.id, %reason, "connection ended");
+        if let Some(epoch) = state.epoch.take() {
+            let Epoch { qp, mut link, rx_window, lives, .. } = epoch;
+            lives.iter().for_each(AbortHandle::abort);
+            if let Some(link) = &mut link {
+                link.end();
+            }
+            if let Err(error) = qp.to_error() {
+                tracing::warn!(peer = %self.id, %error, "the QP did not go to ERR; its flush may not come");
+            }
+            // Under the lock, so that a driver which finds the epoch gone finds it here.
+            shared.retire(Retired { peer: self.id, qp, link, cause: cause.clone(), rx_window, since: shared.now() });
+        }
+        let stopping = matches!(*cause, EpochEnd::ShuttingDown);
+        for frame in state.queue.drain(..) {
+            let error = if stopping {
+                SendError::ShuttingDown
+            } else {
+                SendError::ConnectionLost { peer: self.id, cause: cause.clone() }
+            };
+            effects.failed(frame, error);
+        }
+        for (_, ticket) in state.gate.drain(..) {
+            let error = if stopping {
+                AdmissionError::ChannelClosed
+            } else {
+                AdmissionError::ConnectionReplaced(cause.to_string())
+            };
+            effects.resolve(ticket, Err(error));
+        }
+        for waiter in state.connect_waiters.drain(..) {
+            effects.connected(waiter, Err(ConnectError::Failed(cause.clone())));
+        }
+        self.changed.notify_waiters();
+    }
+}
+
+impl<F: Fabric> Shared<F> {
+    /// One operation has ended: its slab goes back, its frame is dropped or reported.
+    pub(crate) fn retire_op(
+        &self,
+        peer: InstanceId,
+        op: InFlight,
+        ended: Ended,
+        cause: &Arc<EpochEnd>,
+        effects: &mut Effects,
+    ) {
+        if let Some(slab) = op.slab {
+            self.give_slab(slab);
+        }
+        if let (Some(frame), Ended::Failed) = (op.frame, ended) {
+            let error = if matches!(**cause, EpochEnd::ShuttingDown) {
+                SendError::ShuttingDown
+            } else {
+                SendError::ConnectionLost { peer, cause: cause.clone() }
+            };
+            effects.failed(frame, error);
+        }
+    }
+}
+
+impl<F: Fabric> PeerState<F> {
+    /// Fails the admissions of frames in the gate above `max` bytes.
+    pub(crate) fn fail_oversized_in_gate(&mut self, max: usize, effects: &mut Effects) {
+        let mut at = 0;
+        while at < self.gate.len() {
+            let bytes = self.gate[at].0.body_bytes();
+            if bytes <= max {
+                at += 1;
+            } else if let Some((_, ticket)) = self.gate.remove(at) {
+                effects.resolve(ticket, Err(AdmissionError::TooLarge { bytes, max }));
+            }
+        }
+    }
+}
+
+/// The way back from an admission to its gate.
+struct Gate<F: Fabric> {
+    peer: Weak<Peer<F>>,
+}
+
+impl<F: Fabric> fmt::Debug for Gate<F> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Gate")
+    }
+}
+
+impl<F: Fabric> CancelGate for Gate<F> {
+    fn cancel(&self, ticket: &Arc<Ticket>) -> bool {
+        let Some(peer) = self.peer.upgrade() else { return false };
+        let removed = {
+            let mut state = peer.lock();
+            let place = state.gate.iter().position(|(_, queued)| Arc::ptr_eq(queued, ticket));
+            place.and_then(|place| state.gate.remove(place))
+        };
+        let cancelled = removed.is_some();
+        if cancelled {
+            ticket.resolve(Err(AdmissionError::Cancelled));
+        }
+        cancelled
+    }
+}

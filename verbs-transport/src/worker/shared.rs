@@ -1,0 +1,317 @@
+//! What a worker's threads and tasks share.
+
+use std::{
+    collections::HashMap,
+    future::Future,
+    sync::{
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock,
+        atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering},
+    },
+    time::Instant,
+};
+
+use crossbeam_queue::{ArrayQueue, SegQueue};
+use rand::{Rng, SeedableRng, rngs::StdRng};
+use tokio::{runtime::Handle, sync::Notify, task::AbortHandle};
+use verbs_bootstrap::{Exchange, Generation, Identity, InstanceId, Psn};
+
+use super::{
+    config::Config,
+    driver::Driver,
+    error::EpochEnd,
+    inbound::Backlog,
+    peer::{Effects, Peer, Retired},
+    stats::Counters,
+};
+use crate::{
+    fabric::{Fabric, FabricError, SendSlab},
+    proto::{link::LinkCounts, receive_share::ReceiveShares},
+};
+
+/// The life of a worker: it only goes forward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[repr(u8)]
+pub(crate) enum Life {
+    New,
+    Running,
+    Stopping,
+    Stopped,
+}
+
+pub(crate) struct Shared<F: Fabric> {
+    pub(crate) config: Config,
+    pub(crate) me: Identity,
+    pub(crate) fabric: F,
+    pub(crate) counters: Counters,
+    pub(crate) backlog: Arc<Backlog>,
+    pub(crate) send_slabs: ArrayQueue<SendSlab>,
+    /// Peers that wait for a send slab.
+    pub(crate) starved: SegQueue<Arc<Peer<F>>>,
+    /// Epochs that have ended, on their way to the driver.
+    pub(crate) retired: SegQueue<Retired<F>>,
+    pub(crate) driver_wake: Arc<Notify>,
+    /// Told whenever no ended connection is left.
+    pub(crate) all_retired: Notify,
+    peers: RwLock<HashMap<InstanceId, Arc<Peer<F>>>>,
+    routes: RwLock<HashMap<u32, Arc<Peer<F>>>>,
+    shares: Mutex<ReceiveShares>,
+    past_links: Mutex<LinkCounts>,
+    driver: OnceLock<Mutex<Driver<F>>>,
+    runtime: OnceLock<Handle>,
+    rng: Mutex<StdRng>,
+    life: AtomicU8,
+    bare_tail: AtomicBool,
+    inline_request: AtomicU32,
+    driver_stop: AtomicBool,
+}
+
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl<F: Fabric> Shared<F> {
+    pub(crate) fn new(config: Config, fabric: F, send_slabs: Vec<SendSlab>) -> Self {
+        let mut rng = config.seed.map_or_else(StdRng::from_os_rng, StdRng::seed_from_u64);
+        let me = Identity {
+            instance: config.instance,
+            incarnation: verbs_bootstrap::Incarnation(rng.random::<u64>().max(1)),
+        };
+        let pool = ArrayQueue::new(send_slabs.len().max(1));
+        for slab in send_slabs {
+            assert!(pool.push(slab).is_ok(), "the pool is as large as the slabs are many");
+        }
+        let driver_wake = Arc::new(Notify::new());
+        Self {
+            me,
+            counters: Counters::default(),
+            backlog: Arc::new(Backlog::new(config.inbound_max_bytes, driver_wake.clone())),
+            send_slabs: pool,
+            starved: SegQueue::new(),
+            retired: SegQueue::new(),
+            driver_wake,
+            all_retired: Notify::new(),
+            peers: RwLock::default(),
+            routes: RwLock::default(),
+            shares: Mutex::new(ReceiveShares::new(fabric.slabs().receive_slabs)),
+            past_links: Mutex::default(),
+            driver: OnceLock::new(),
+            runtime: OnceLock::new(),
+            rng: Mutex::new(rng),
+            life: AtomicU8::new(Life::New as u8),
+            bare_tail: AtomicBool::new(false),
+            inline_request: AtomicU32::new(config.inline_request_bytes),
+            driver_stop: AtomicBool::new(false),
+            config,
+            fabric,
+        }
+    }
+
+    pub(crate) fn life(&self) -> Life {
+        match self.life.load(Ordering::Acquire) {
+            0 => Life::New,
+            1 => Life::Running,
+            2 => Life::Stopping,
+            _ => Life::Stopped,
+        }
+    }
+
+    /// Moves on from `from` to `to`; `false` when it was elsewhere.
+    pub(crate) fn advance(&self, from: Life, to: Life) -> bool {
+        self.life.compare_exchange(from as u8, to as u8, Ordering::AcqRel, Ordering::Acquire).is_ok()
+    }
+
+    pub(crate) fn is_stopping(&self) -> bool {
+        self.life() >= Life::Stopping
+    }
+
+    /// Tokio's clock, so that paused time pauses us too.
+    #[expect(clippy::unused_self, reason = "the clock may become the fabric's")]
+    pub(crate) fn now(&self) -> Instant {
+        tokio::time::Instant::now().into_std()
+    }
+
+    pub(crate) fn set_runtime(&self, runtime: Handle) {
+        // Start runs once.
+        let _ = self.runtime.set(runtime);
+    }
+
+    pub(crate) fn runtime(&self) -> Option<&Handle> {
+        self.runtime.get()
+    }
+
+    /// Runs a task on the worker's runtime. Only after start.
+    pub(crate) fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) -> AbortHandle {
+        let runtime = self.runtime.get().expect("tasks are made after start only");
+        runtime.spawn(task).abort_handle()
+    }
+
+    pub(crate) fn set_driver(&self, driver: Driver<F>) {
+        // Start runs once.
+        let _ = self.driver.set(Mutex::new(driver));
+    }
+
+    /// The driver, for whoever polls. Only after start.
+    pub(crate) fn driver(&self) -> MutexGuard<'_, Driver<F>> {
+        lock(self.driver.get().expect("the driver is made at start"))
+    }
+
+    pub(crate) fn try_driver(&self) -> Option<MutexGuard<'_, Driver<F>>> {
+        self.driver.get().map(lock)
+    }
+
+    pub(crate) fn find_peer(&self, id: InstanceId) -> Option<Arc<Peer<F>>> {
+        self.peers.read().unwrap_or_else(PoisonError::into_inner).get(&id).cloned()
+    }
+
+    pub(crate) fn peer_or_new(&self, id: InstanceId) -> Arc<Peer<F>> {
+        if let Some(peer) = self.find_peer(id) {
+            return peer;
+        }
+        let seed = lock(&self.rng).random();
+        let mut peers = self.peers.write().unwrap_or_else(PoisonError::into_inner);
+        let new = || Arc::new(Peer::new(id, Exchange::new(self.me, id, self.config.backoff, seed)));
+        peers.entry(id).or_insert_with(new).clone()
+    }
+
+    /// All peers, in the order of their names, so that simulation is reproducible.
+    pub(crate) fn all_peers(&self) -> Vec<Arc<Peer<F>>> {
+        let mut peers: Vec<_> =
+            self.peers.read().unwrap_or_else(PoisonError::into_inner).values().cloned().collect();
+        peers.sort_by_key(|peer| peer.id);
+        peers
+    }
+
+    pub(crate) fn add_route(&self, qpn: u32, peer: &Arc<Peer<F>>) {
+        self.routes.write().unwrap_or_else(PoisonError::into_inner).insert(qpn, peer.clone());
+    }
+
+    pub(crate) fn forget_route(&self, qpn: u32) {
+        self.routes.write().unwrap_or_else(PoisonError::into_inner).remove(&qpn);
+    }
+
+    /// Whose QP this is.
+    pub(crate) fn route(&self, qpn: u32) -> Option<Arc<Peer<F>>> {
+        self.routes.read().unwrap_or_else(PoisonError::into_inner).get(&qpn).cloned()
+    }
+
+    /// QPs that exist.
+    pub(crate) fn qps(&self) -> usize {
+        self.routes.read().unwrap_or_else(PoisonError::into_inner).len()
+    }
+
+    pub(crate) fn shares(&self) -> MutexGuard<'_, ReceiveShares> {
+        lock(&self.shares)
+    }
+
+    pub(crate) fn past_links(&self) -> MutexGuard<'_, LinkCounts> {
+        lock(&self.past_links)
+    }
+
+    pub(crate) fn random_psn(&self) -> Psn {
+        Psn::from_random(lock(&self.rng).random())
+    }
+
+    pub(crate) fn inline_request(&self) -> u32 {
+        self.inline_request.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn set_inline_request(&self, bytes: u32) {
+        self.inline_request.store(bytes, Ordering::Relaxed);
+    }
+
+    pub(crate) fn give_slab(&self, slab: SendSlab) {
+        assert!(self.send_slabs.push(slab).is_ok(), "the pool is as large as the slabs are many");
+    }
+
+    pub(crate) fn retire(&self, retired: Retired<F>) {
+        self.retired.push(retired);
+        self.driver_wake.notify_one();
+    }
+
+    pub(crate) fn is_withholding(&self) -> bool {
+        self.backlog.is_withholding()
+    }
+
+    /// WRs are in flight that nothing signaled follows: the driver shall look after a while.
+    pub(crate) fn note_bare_tail(&self) {
+        if !self.bare_tail.swap(true, Ordering::AcqRel) {
+            self.driver_wake.notify_one();
+        }
+    }
+
+    /// The same, by the driver itself.
+    pub(crate) fn note_bare_tail_quietly(&self) {
+        self.bare_tail.store(true, Ordering::Release);
+    }
+
+    pub(crate) fn take_bare_tail_note(&self) {
+        self.bare_tail.store(false, Ordering::Release);
+    }
+
+    pub(crate) fn has_bare_tail_note(&self) -> bool {
+        self.bare_tail.load(Ordering::Acquire)
+    }
+
+    /// A quarter of the SRQ gone is normal; an eighth left is not.
+    pub(crate) fn arm_srq_limit(&self) -> Result<(), FabricError> {
+        self.fabric.arm_srq_limit(self.fabric.slabs().receive_slabs / 8)
+    }
+
+    pub(crate) fn end_epoch_of(&self, peer: &Arc<Peer<F>>, generation: Generation, cause: EpochEnd) {
+        let mut effects = Effects::default();
+        peer.end_epoch(&mut peer.lock(), self, generation, Arc::new(cause), &mut effects);
+        effects.run(self);
+    }
+
+    /// Ends every connection and every attempt at one.
+    pub(crate) fn end_all(&self, cause: &Arc<EpochEnd>) {
+        for peer in self.all_peers() {
+            let mut effects = Effects::default();
+            {
+                let mut state = peer.lock();
+                if let Some(generation) = state.exchange.generation() {
+                    state.exchange.on_epoch_end(generation, self.now());
+                }
+                peer.end_unbound(&mut state, self, cause.clone(), &mut effects);
+            }
+            effects.run(self);
+        }
+    }
+
+    pub(crate) fn on_device_lost(&self, error: FabricError) {
+        tracing::error!(%error, "the device is lost");
+        self.end_all(&Arc::new(EpochEnd::DeviceLost(Arc::new(error))));
+    }
+
+    pub(crate) fn stop_driver(&self) {
+        self.driver_stop.store(true, Ordering::Release);
+        self.driver_wake.notify_one();
+    }
+
+    /// All has ended and the driver was told to stop.
+    pub(crate) fn driver_may_stop(&self) -> bool {
+        self.driver_stop.load(Ordering::Acquire) && self.retired.is_empty() && self.driver().is_quiet()
+    }
+}
+
+/// The last user of a worker is gone without a shutdown, or the runtime is: every frame still ends.
+impl<F: Fabric> Drop for Shared<F> {
+    fn drop(&mut self) {
+        let cause = Arc::new(EpochEnd::ShuttingDown);
+        self.end_all(&cause);
+        let mut left: Vec<Retired<F>> = std::iter::from_fn(|| self.retired.pop()).collect();
+        if let Some(driver) = self.driver.take() {
+            left.extend(driver.into_inner().unwrap_or_else(PoisonError::into_inner).into_retired());
+        }
+        let mut effects = Effects::default();
+        for Retired { peer, qp, link, cause, .. } in left {
+            // The QP first: after that no device reads the slabs.
+            drop(qp);
+            let rest: Vec<_> = link.map(|mut link| link.abandon().collect()).unwrap_or_default();
+            for op in rest {
+                self.retire_op(peer, op, crate::proto::send_queue::Ended::Failed, &cause, &mut effects);
+            }
+        }
+        effects.run(self);
+    }
+}
