@@ -290,3 +290,86 @@ async fn each_kind_of_garbage_is_counted_and_answered_if_it_may_be() {
     assert_eq!((stats.garbage, stats.oversize), (4, 1), "{stats:?}");
     assert_eq!(stats.refused, [(Status::UnsupportedVersion, 1)]);
 }
+
+/// A net whose listener fails to accept as often as it is told, then takes connections.
+struct Failing {
+    net: MemNet,
+    failures: u32,
+}
+
+struct FailingListener {
+    inner: <MemNet as Net>::Listener,
+    failures: u32,
+}
+
+impl Net for Failing {
+    type Stream = MemStream;
+    type Listener = FailingListener;
+
+    async fn listen(&self, addr: SocketAddr) -> std::io::Result<FailingListener> {
+        Ok(FailingListener { inner: self.net.listen(addr).await?, failures: self.failures })
+    }
+
+    async fn dial(&self, addr: SocketAddr) -> std::io::Result<MemStream> {
+        self.net.dial(addr).await
+    }
+}
+
+impl NetListener for FailingListener {
+    type Stream = MemStream;
+
+    fn local_addr(&self) -> std::io::Result<SocketAddr> {
+        self.inner.local_addr()
+    }
+
+    async fn accept(&mut self) -> std::io::Result<(MemStream, SocketAddr)> {
+        if let Some(left) = self.failures.checked_sub(1) {
+            self.failures = left;
+            // EMFILE: too many open files.
+            return Err(std::io::Error::from_raw_os_error(24));
+        }
+        self.inner.accept().await
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn running_out_of_descriptors_pauses_the_listener_and_no_more() {
+    let net = Failing { net: MemNet::new(), failures: 12 };
+    let acceptor = Arc::new(Recorder::new(Ok(reply_offer())));
+    let listener = Listener::bind(&net, addr(), &config(None), Arc::clone(&acceptor)).await.expect("a fresh net");
+    let start = Instant::now();
+    // 10 ms doubled to a second: twelve pauses are 6.27 s.
+    sleep(Duration::from_millis(6300)).await;
+    drop(dial(&net, listener.local_addr(), &hello_offer(), &config(None)).await.expect("it goes on"));
+    assert!(start.elapsed() < Duration::from_millis(6400), "{:?}", start.elapsed());
+    assert_eq!(listener.stats().accept_errors, 12);
+}
+
+/// Panics on the first hello.
+struct Panicking(std::sync::atomic::AtomicBool);
+
+impl crate::listen::Acceptor for Panicking {
+    type Stream = MemStream;
+
+    async fn on_hello(&self, _hello: Offer) -> Result<Offer, Refusal> {
+        let first = !self.0.swap(true, std::sync::atomic::Ordering::Relaxed);
+        assert!(!first, "a bug of the acceptor's");
+        Ok(reply_offer())
+    }
+
+    fn on_ready(&self, _hello: Offer, _reply: Offer, _life: crate::LifeSocket<MemStream>) {}
+
+    fn on_abandoned(&self, _hello: Offer, _reply: Offer, _why: AcceptError) {}
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_panic_in_one_exchange_ends_that_one() {
+    let (net, acceptor) = (MemNet::new(), Arc::new(Panicking(false.into())));
+    let limits = Config { parallel_exchanges: 1, ..config(None) };
+    let listener = Listener::bind(&net, addr(), &limits, acceptor).await.expect("a fresh net");
+    let end = dial(&net, listener.local_addr(), &hello_offer(), &config(None)).await.expect_err("it panicked");
+    assert!(matches!(end, DialError::Closed { stage: Stage::Reply, .. }), "{end}");
+    drop(dial(&net, listener.local_addr(), &hello_offer(), &config(None)).await.expect("the turn came back"));
+    settle().await;
+    assert_eq!((sum(&listener), listener.stats().stopped), (2, 1));
+}
