@@ -260,9 +260,8 @@ async fn crossed_rounds<N: Net>(net: N, rounds: u32, config: &Config) -> u32 {
             }
         });
         let both = async { (first.await.expect("no panic"), second.await.expect("no panic")) };
-        if tokio::time::timeout(Duration::from_secs(10), both).await.is_err() {
-            panic!("round {round} hangs: {:?} {:?}", at_a.stats(), at_b.stats());
-        }
+        let hangs = tokio::time::timeout(Duration::from_secs(10), both).await.is_err();
+        assert!(!hangs, "round {round} hangs: {:?} {:?}", at_a.stats(), at_b.stats());
         let (Some((a_own, a_remote)), Some((b_own, b_remote))) = (a.pair(), b.pair()) else {
             panic!("round {round}: one side is not connected")
         };
