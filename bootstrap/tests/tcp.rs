@@ -2,7 +2,7 @@
 
 use std::{
     net::SocketAddr,
-    sync::{Arc, Mutex},
+    sync::{Arc, Mutex, OnceLock},
     time::{Duration, Instant},
 };
 
@@ -18,6 +18,16 @@ use verbs_bootstrap::{
 
 /// Sockets are counted process-wide, so these tests take turns.
 static TURN: tokio::sync::Mutex<()> = tokio::sync::Mutex::const_new(());
+/// Sockets before the first test.
+static AT_START: OnceLock<usize> = OnceLock::new();
+
+/// Waits for the test before, and for its runtime to let go of its sockets.
+async fn turn() -> tokio::sync::MutexGuard<'static, ()> {
+    let turn = TURN.lock().await;
+    let at_start = *AT_START.get_or_init(sockets);
+    until("the test before lets go", || sockets() == at_start).await;
+    turn
+}
 
 /// Open sockets of this process. Other tests' runtimes come and go beside, but open no sockets out of turn.
 fn sockets() -> usize {
@@ -106,7 +116,7 @@ fn hasty() -> Config {
 
 #[tokio::test]
 async fn a_real_exchange_leaves_one_socket_on_each_side() {
-    let _turn = TURN.lock().await;
+    let _turn = turn().await;
     let before = sockets();
     let config = Config::default();
     let (worker, listener) = listen(&config).await;
@@ -136,7 +146,7 @@ async fn a_real_exchange_leaves_one_socket_on_each_side() {
 
 #[tokio::test]
 async fn the_life_socket_tells_of_bytes_and_of_resets() {
-    let _turn = TURN.lock().await;
+    let _turn = turn().await;
     let config = Config::default();
     let (worker, listener) = listen(&config).await;
     for reset in [true, false] {
@@ -156,7 +166,7 @@ async fn the_life_socket_tells_of_bytes_and_of_resets() {
 
 #[tokio::test]
 async fn scanners_and_garbage_hurt_nobody() {
-    let _turn = TURN.lock().await;
+    let _turn = turn().await;
     let before = sockets();
     let config = hasty();
     let (worker, listener) = listen(&config).await;
@@ -197,7 +207,7 @@ async fn scanners_and_garbage_hurt_nobody() {
 
 #[tokio::test]
 async fn five_hundred_idle_connections_do_not_delay_a_peer() {
-    let _turn = TURN.lock().await;
+    let _turn = turn().await;
     let before = sockets();
     let config = Config::default();
     let (worker, listener) = listen(&config).await;
@@ -224,7 +234,7 @@ async fn five_hundred_idle_connections_do_not_delay_a_peer() {
 
 #[tokio::test]
 async fn too_many_pending_are_closed_at_once() {
-    let _turn = TURN.lock().await;
+    let _turn = turn().await;
     let config = Config { max_pending: 3, ..hasty() };
     let (_worker, listener) = listen(&config).await;
     let mut crowd = Vec::new();
@@ -239,7 +249,7 @@ async fn too_many_pending_are_closed_at_once() {
 
 #[tokio::test]
 async fn a_byte_at_a_time_ends_at_the_deadline() {
-    let _turn = TURN.lock().await;
+    let _turn = turn().await;
     let (_worker, listener) = listen(&hasty()).await;
     let mut slow = TcpStream::connect(listener.local_addr()).await.expect("it listens");
     let start = Instant::now();
@@ -255,7 +265,7 @@ async fn a_byte_at_a_time_ends_at_the_deadline() {
 
 #[tokio::test]
 async fn a_dial_into_a_black_hole_ends_at_its_deadline() {
-    let _turn = TURN.lock().await;
+    let _turn = turn().await;
     let before = sockets();
     let config = hasty();
     // Takes connections and never answers.
@@ -286,7 +296,7 @@ async fn a_dial_into_a_black_hole_ends_at_its_deadline() {
 
 #[tokio::test]
 async fn a_port_in_use_is_named_and_a_freed_one_is_taken_again_at_once() {
-    let _turn = TURN.lock().await;
+    let _turn = turn().await;
     let config = Config::default();
     let (worker, first) = listen(&config).await;
     let at = first.local_addr();
@@ -312,7 +322,7 @@ async fn a_wrong_configuration_is_refused() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn two_hundred_dials_at_once_all_get_through() {
-    let _turn = TURN.lock().await;
+    let _turn = turn().await;
     let before = sockets();
     let config = Config { parallel_exchanges: 8, ..Config::default() };
     let worker = Arc::new(Worker { pause: Duration::from_millis(5), ..Worker::default() });

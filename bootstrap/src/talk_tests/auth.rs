@@ -186,3 +186,44 @@ fn golden_tags() {
 
 const GOLDEN_DIAL: &str = "3a108eb0ad3e7202b0e7ee2bc636a8deecbd41adfb60842fb15c2a8729c43a2a";
 const GOLDEN_ACCEPT: &str = "b252f1e1ef9e21c28f6d0a2e2d3366ff9349ba3062a0e97a90c2878bdce74e37";
+
+/// Where a test's log goes.
+#[derive(Clone, Default)]
+struct Log(Arc<std::sync::Mutex<Vec<u8>>>);
+
+impl std::io::Write for Log {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().expect("no panic").extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+/// What a listener at `addr` with this secret logs when it is bound.
+fn log_of_bind(addr: &str, secret: Option<&str>) -> String {
+    let log = Log::default();
+    let writer = log.clone();
+    let subscriber = tracing_subscriber::fmt().with_writer(move || writer.clone()).with_ansi(false).finish();
+    tracing::subscriber::with_default(subscriber, || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime");
+        runtime.block_on(async {
+            let acceptor = Arc::new(Recorder::new(Ok(reply_offer())));
+            let at = addr.parse().expect("an address");
+            Listener::bind(&MemNet::new(), at, &config(secret), acceptor).await.expect("a fresh net").stop().await;
+        });
+    });
+    let log = log.0.lock().expect("no panic");
+    String::from_utf8(log.clone()).expect("text")
+}
+
+#[test]
+fn an_open_port_without_secret_is_warned_of_once() {
+    let log = log_of_bind("10.99.1.1:4711", None);
+    assert_eq!(log.matches("WARN").count(), 1, "{log}");
+    assert!(log.contains("no shared secret") && log.contains("10.99.1.1:4711"), "{log}");
+    assert_eq!(log_of_bind("127.0.0.1:4711", None), "");
+    assert_eq!(log_of_bind("10.99.1.1:4711", RIGHT), "");
+}
