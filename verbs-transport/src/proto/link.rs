@@ -17,6 +17,9 @@ use crate::fabric::{SendSlab, WrSeq};
 /// Work requests kept free of data: one PONG, one PING, four pure grants.
 pub const CONTROL_WRS: u32 = 6;
 
+/// The work request kept free for [`Link::drain_marker`].
+pub const MARKER_WRS: u32 = 1;
+
 /// Malformed frames that end a connection.
 const MALFORMED_MAX: u8 = 2;
 
@@ -357,7 +360,7 @@ impl Link {
             if !self.proven {
                 return Filled::Held;
             }
-            if self.sends.free() <= CONTROL_WRS {
+            if self.sends.free() <= CONTROL_WRS + MARKER_WRS {
                 return Filled::NoWr;
             }
             if self.tx.available() == 0 {
@@ -431,7 +434,7 @@ impl Link {
             } else {
                 return Ok(());
             };
-            if self.sends.free() == 0 {
+            if self.sends.free() <= MARKER_WRS {
                 return Err(Filled::NoWr);
             }
             let slab = self.place(HEADER_BYTES, out)?;
@@ -636,6 +639,13 @@ impl Link {
     pub fn end(&mut self) {
         self.ended = true;
         self.drop_partial();
+    }
+
+    /// The QP is in ERR. Unsignaled WRs that the peer has acknowledged give no completion any more, so one more WR is
+    /// posted behind all others: its flush tells that everything before it has ended. `None` when nothing is in flight.
+    pub fn drain_marker(&mut self) -> Option<WrSeq> {
+        let needed = !self.sends.is_empty() && self.sends.free() > 0;
+        needed.then(|| self.sends.push(InFlight { slab: None, frame: None }, true).seq)
     }
 
     /// No completion will come any more.

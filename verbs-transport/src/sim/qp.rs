@@ -74,6 +74,8 @@ pub(super) struct Qp {
     pub(super) deaf_from: Option<u64>,
     /// Nothing happens any more, and nobody says so.
     pub(super) hung: bool,
+    /// No flush completion comes any more.
+    pub(super) flush_stopped: bool,
 
     pub(super) expected_psn: u32,
     /// A receive that a half-received message holds.
@@ -106,6 +108,7 @@ impl Qp {
             rnr_tries: 0,
             deaf_from: None,
             hung: false,
+            flush_stopped: false,
             expected_psn: 0,
             half: None,
             arrive_timer: None,

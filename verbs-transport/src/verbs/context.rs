@@ -261,7 +261,6 @@ impl Drop for Context {
 
 /// What a device can do, from `ibv_query_device`.
 #[derive(Clone, Debug)]
-#[expect(dead_code, reason = "the probe prints the rest")]
 pub(crate) struct DeviceAttributes {
     pub(crate) node_guid: u64,
     pub(crate) firmware: String,
@@ -285,7 +284,6 @@ pub(crate) struct DeviceAttributes {
 
 /// One port, from `ibv_query_port`.
 #[derive(Clone, Copy, Debug)]
-#[expect(dead_code, reason = "the probe prints the rest")]
 pub(crate) struct PortAttributes {
     pub(crate) state: PortState,
     /// `None`: a number that is no MTU.

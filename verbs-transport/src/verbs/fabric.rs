@@ -10,6 +10,7 @@ use std::{
     task::{Context as TaskContext, Poll, ready},
 };
 
+use ibverbs_sys::ibv_access_flags;
 use verbs_bootstrap::{Gid, Mtu, Net, PortIdentity};
 
 use super::{
@@ -37,7 +38,7 @@ pub struct DeviceFabric<N> {
     // The fds leave the reactor before what owns them goes.
     wake: InReactor<Channel>,
     events: InReactor<Context>,
-    shared: Arc<Shared>,
+    pub(super) shared: Arc<Shared>,
     slabs_taken: AtomicBool,
     net: N,
 }
@@ -143,6 +144,11 @@ impl Shared {
         *self.port.write().unwrap_or_else(PoisonError::into_inner) = port;
     }
 
+    /// What its QPs are made from.
+    pub(super) fn parts(&self, access: ibv_access_flags) -> QpParts<'_> {
+        QpParts { pd: &self.pd, cq: &self.cq, srq: &self.srq, send_slabs: &self.send, port: self.port().port, access }
+    }
+
     fn slabs(&self) -> SlabSizes {
         SlabSizes {
             receive_slabs: self.receive.slabs(),
@@ -212,14 +218,7 @@ impl<N: Net> Fabric for DeviceFabric<N> {
 
     fn create_qp(&self, caps: QpCaps) -> Result<DeviceQp, CreateQpError> {
         let shared = &self.shared;
-        let parts = QpParts {
-            pd: &shared.pd,
-            cq: &shared.cq,
-            srq: &shared.srq,
-            send_slabs: &shared.send,
-            port: self.shared.port().port,
-        };
-        match Qp::new(&parts, caps) {
+        match Qp::new(&shared.parts(ibv_access_flags::IBV_ACCESS_LOCAL_WRITE), caps) {
             Ok(qp) => Ok(DeviceQp::new(Arc::clone(shared), qp)),
             Err(source) => Err(match source.kind() {
                 io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported => CreateQpError::Unsupported { caps, source },

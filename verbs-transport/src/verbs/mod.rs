@@ -23,6 +23,8 @@ mod memory;
 mod mr;
 mod open;
 mod pd;
+#[doc(hidden)]
+pub mod probe;
 mod qp;
 mod reactor;
 mod srq;

@@ -36,19 +36,19 @@ unsafe impl Send for SlabMr {}
 unsafe impl Sync for SlabMr {}
 
 impl SlabMr {
-    /// Maps and registers `slabs` slots; with local write only, so no peer can reach them by key.
+    /// Maps and registers `slabs` slots. With local write alone no peer can reach them by key.
     ///
     /// # Errors
     ///
     /// The kernel's or the device's: `ENOMEM` when the locked-memory limit or the memory is spent, `EPERM` when that
     /// limit is 0.
-    pub(super) fn new(pd: &Arc<Pd>, slabs: u32, slab_bytes: u32) -> io::Result<Self> {
+    pub(super) fn new(pd: &Arc<Pd>, slabs: u32, slab_bytes: u32, access: ffi::ibv_access_flags) -> io::Result<Self> {
         let (bytes, stride) =
             pool_bytes(slabs, slab_bytes).ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;
-        let huge = Memory::huge(bytes).and_then(|memory| Self::register(pd, memory).ok());
+        let huge = Memory::huge(bytes).and_then(|memory| Self::register(pd, memory, access).ok());
         let (memory, raw) = match huge {
             Some(done) => done,
-            None => Self::register(pd, Memory::ordinary(bytes)?)?,
+            None => Self::register(pd, Memory::ordinary(bytes)?, access)?,
         };
         // SAFETY: `raw` is the live MR that ibv_reg_mr just gave; the field is constant.
         let lkey = unsafe { (*raw.as_ptr()).lkey };
@@ -56,8 +56,8 @@ impl SlabMr {
         Ok(Self { raw, memory, lkey, slab_bytes, stride, slabs, _pd: Arc::clone(pd) })
     }
 
-    fn register(pd: &Pd, memory: Memory) -> io::Result<(Memory, NonNull<ffi::ibv_mr>)> {
-        let access = c_int::try_from(ffi::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE.0).unwrap_or(c_int::MAX);
+    fn register(pd: &Pd, memory: Memory, access: ffi::ibv_access_flags) -> io::Result<(Memory, NonNull<ffi::ibv_mr>)> {
+        let access = c_int::try_from(access.0).unwrap_or(c_int::MAX);
         // SAFETY: the PD is live (and `new` keeps an `Arc` of it in the owner). `start..start + len` is a mapping of
         // ours that outlives the MR: `Drop` deregisters before it unmaps, and leaks the mapping when that fails.
         let raw = unsafe { ffi::ibv_reg_mr(pd.as_ptr(), memory.start().as_ptr().cast(), memory.len(), access) };
@@ -80,6 +80,13 @@ impl SlabMr {
     /// What the memory lies in.
     pub(super) fn page_kind(&self) -> PageKind {
         self.memory.kind()
+    }
+
+    /// Address and key of the first slot, for a peer's WRs.
+    pub(super) fn remote(&self) -> (u64, u32) {
+        // SAFETY: `raw` is live until `Drop`; the field is constant.
+        let rkey = unsafe { (*self.raw.as_ptr()).rkey };
+        (self.memory.start().as_ptr().expose_provenance() as u64, rkey)
     }
 
     /// The first `len` bytes of a slot as the device wants to hear of them.

@@ -6,6 +6,7 @@ use std::{
     sync::{Arc, RwLock},
 };
 
+use ibverbs_sys::ibv_access_flags;
 use rustix::process::{Resource, getrlimit};
 use verbs_bootstrap::{Gid, GidType, Mtu, PortIdentity, RdAtomic};
 
@@ -187,7 +188,7 @@ impl Shared {
         let cq = Arc::new(cq);
         let pinned_bytes = sysfs::pinned_bytes();
         let register = |slabs, bytes| {
-            let made = SlabMr::new(&pd, slabs, bytes);
+            let made = SlabMr::new(&pd, slabs, bytes, ibv_access_flags::IBV_ACCESS_LOCAL_WRITE);
             made.map(Arc::new).map_err(|source| registration_error(&device, need_bytes, pinned_bytes, source))
         };
         let receive = register(sizes.receive_slabs, sizes.receive_bytes)?;

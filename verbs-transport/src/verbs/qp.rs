@@ -29,11 +29,11 @@ pub(crate) struct Qp<S> {
 
 /// The QP itself, for what is allowed in any state: ERR and queries.
 pub(crate) struct QpHandle {
-    raw: NonNull<ffi::ibv_qp>,
+    pub(super) raw: NonNull<ffi::ibv_qp>,
     qpn: Qpn,
     caps: QpCaps,
     port: u8,
-    post: PostFn,
+    pub(super) post: PostFn,
     send_slabs: Arc<SlabMr>,
     _srq: Arc<Srq>,
     _cq: Arc<Cq>,
@@ -53,6 +53,8 @@ pub(super) struct QpParts<'a> {
     pub(super) srq: &'a Arc<Srq>,
     pub(super) send_slabs: &'a Arc<SlabMr>,
     pub(super) port: u8,
+    /// What peers may do: for messages local write alone, the least.
+    pub(super) access: ffi::ibv_access_flags,
 }
 
 /// Where a QP's packets go.
@@ -63,9 +65,16 @@ pub(super) struct Route {
     pub(super) remote_lid: u16,
 }
 
+impl<S> Qp<S> {
+    /// What may be done in any state.
+    pub(super) fn handle(&self) -> &Arc<QpHandle> {
+        &self.handle
+    }
+}
+
 impl Qp<Init> {
-    /// Makes an RC QP with one send SGE, no receive queue of its own and no automatic signaling, and initialises it:
-    /// `P_Key` index 0, local write only.
+    /// Makes an RC QP with one send SGE, no receive queue of its own and no automatic signaling, and initialises it
+    /// with `P_Key` index 0.
     ///
     /// # Errors
     ///
@@ -109,7 +118,7 @@ impl Qp<Init> {
             _cq: Arc::clone(parts.cq),
             _pd: Arc::clone(parts.pd),
         });
-        handle.init()?;
+        handle.init(parts.access)?;
         Ok(Self { handle, state: PhantomData })
     }
 
@@ -123,11 +132,6 @@ impl Qp<Init> {
             Ok(()) => Ok(Qp { handle: self.handle, state: PhantomData }),
             Err(error) => Err((self, error)),
         }
-    }
-
-    /// What may be done in any state.
-    pub(super) fn handle(&self) -> &Arc<QpHandle> {
-        &self.handle
     }
 }
 
@@ -197,13 +201,13 @@ impl QpHandle {
         Ok(attr.qp_state)
     }
 
-    fn init(&self) -> io::Result<()> {
+    fn init(&self, access: ffi::ibv_access_flags) -> io::Result<()> {
         use ffi::ibv_qp_attr_mask as m;
         let mut attr = ffi::ibv_qp_attr {
             qp_state: ffi::ibv_qp_state::IBV_QPS_INIT,
             pkey_index: 0,
             port_num: self.port,
-            qp_access_flags: ffi::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE.0,
+            qp_access_flags: access.0,
             ..Default::default()
         };
         self.modify(&mut attr, m::IBV_QP_STATE | m::IBV_QP_PKEY_INDEX | m::IBV_QP_PORT | m::IBV_QP_ACCESS_FLAGS)

@@ -49,6 +49,7 @@ impl<F: Fabric> Shared<F> {
         if state.epoch.as_ref().is_some_and(|epoch| epoch.generation == generation) {
             return Ok(());
         }
+        self.check_cq_room()?;
         let rx_window = self.shares().grant(self.config.window_slabs).map_err(EpochEnd::Exhausted)?;
         let qp = match self.create_qp() {
             Ok(qp) => Arc::new(qp),
@@ -72,6 +73,17 @@ impl<F: Fabric> Shared<F> {
             proof_told: false,
             tail_seen: None,
         });
+        Ok(())
+    }
+
+    /// A CQ overrun ends every connection: refuse a QP whose completions, flushes included, might not fit.
+    fn check_cq_room(&self) -> Result<(), EpochEnd> {
+        let (cq_depth, receive_slabs) = (self.fabric.limits().cq_depth, self.fabric.slabs().receive_slabs);
+        let (qps, send_wrs) = (self.qps(), self.config.send_wrs);
+        let need = u64::from(receive_slabs) + (qps as u64 + 1) * u64::from(send_wrs);
+        if need > u64::from(cq_depth) {
+            return Err(EpochEnd::CqFull { cq_depth, receive_slabs, qps, send_wrs });
+        }
         Ok(())
     }
 
@@ -520,7 +532,7 @@ fn decide_hello<F: Fabric>(
 /// What the dialer is told of a failure on this side.
 fn refuse(cause: &EpochEnd) -> Refusal {
     let status = match cause {
-        EpochEnd::Exhausted(_) | EpochEnd::CreateQp(_) => Status::Exhausted,
+        EpochEnd::Exhausted(_) | EpochEnd::CqFull { .. } | EpochEnd::CreateQp(_) => Status::Exhausted,
         EpochEnd::ConnectQp(_) => Status::NoRoute,
         EpochEnd::ShuttingDown => Status::ShuttingDown,
         _ => Status::Internal,

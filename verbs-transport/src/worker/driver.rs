@@ -53,7 +53,8 @@ enum Body {
 
 /// One per worker, behind a lock: whoever holds it polls.
 pub(crate) struct Driver<F: Fabric> {
-    sink: Sink,
+    /// Gone after shutdown, which ends the streams.
+    sink: Option<Sink>,
     wcs: Vec<Wc>,
     /// Slabs to post again.
     reposts: Vec<RecvSlab>,
@@ -71,7 +72,7 @@ pub(crate) struct Driver<F: Fabric> {
 impl<F: Fabric> Driver<F> {
     pub(crate) fn new(sink: Sink) -> Self {
         Self {
-            sink,
+            sink: Some(sink),
             wcs: Vec::new(),
             reposts: Vec::new(),
             owing: Vec::new(),
@@ -150,7 +151,7 @@ impl<F: Fabric> Driver<F> {
         let id = peer.id;
         match link.on_receive(head, bytes) {
             Ok(Incoming::Whole { kind, header_len, body_len }) => {
-                let body = if let Sink::Handler(_) = self.sink {
+                let body = if let Some(Sink::Handler(_)) = self.sink {
                     let from = self.scratch.len();
                     shared.fabric.append_slab(slab, HEADER_BYTES, body_len, &mut self.scratch);
                     Body::Scratch(from..self.scratch.len())
@@ -291,8 +292,13 @@ impl<F: Fabric> Driver<F> {
 
     /// Hands on what this batch brought. No lock but the driver's own is held.
     fn deliver(&mut self, shared: &Arc<Shared<F>>) {
-        for Delivery { peer, kind, header_len, body } in self.deliveries.drain(..) {
-            match (&self.sink, body) {
+        let deliveries = self.deliveries.drain(..);
+        let Some(sink) = &self.sink else {
+            shared.counters.undelivered.add(deliveries.count() as u64);
+            return;
+        };
+        for Delivery { peer, kind, header_len, body } in deliveries {
+            match (sink, body) {
                 (Sink::Handler(handler), body) => {
                     let bytes = match &body {
                         Body::Scratch(range) => &self.scratch[range.clone()],
@@ -362,6 +368,11 @@ impl<F: Fabric> Driver<F> {
     /// The ended connections that are left, for the worker's last breath.
     pub(crate) fn into_retired(self) -> impl Iterator<Item = Retired<F>> {
         self.retired.into_values()
+    }
+
+    /// Nothing is handed on any more: the streams end when what lies in them is taken.
+    pub(crate) fn close_sink(&mut self) {
+        self.sink = None;
     }
 
     /// Whether every ended connection is gone.

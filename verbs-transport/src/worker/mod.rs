@@ -512,6 +512,9 @@ impl<F: Fabric> Worker<F> {
             }
             None => {}
         }
+        if let Some(mut driver) = shared.try_driver() {
+            driver.close_sink();
+        }
         shared.advance(Life::Stopping, Life::Stopped);
     }
 

@@ -135,10 +135,6 @@ impl<F: Fabric> Shared<F> {
         let _ = self.runtime.set(runtime);
     }
 
-    pub(crate) fn runtime(&self) -> Option<&Handle> {
-        self.runtime.get()
-    }
-
     /// Runs a task on the worker's runtime. Only after start.
     pub(crate) fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) -> AbortHandle {
         let runtime = self.runtime.get().expect("tasks are made after start only");

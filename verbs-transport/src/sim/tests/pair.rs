@@ -134,7 +134,7 @@ impl Pair {
 
     pub(super) async fn with(config: SimConfig, host: HostConfig, change: impl Fn(&mut QpPath)) -> Self {
         let world = SimWorld::new(config);
-        let a = Side::new(&world, A, host.clone());
+        let a = Side::new(&world, A, host);
         let mut b = Side::new(&world, B, host);
         let all = b.receives.len();
         b.post_receives(all);
