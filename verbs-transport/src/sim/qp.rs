@@ -31,9 +31,9 @@ pub(super) struct Wqe {
     pub(super) signaled: bool,
     pub(super) len: u32,
     pub(super) bytes: Bytes,
-    /// When it reaches the peer.
+    /// When it reaches the peer, its predecessors permitting.
     pub(super) arrives: Duration,
-    /// When its acknowledgement is back, once it has arrived.
+    /// When its acknowledgement is back, once it has arrived and its predecessors' are.
     pub(super) acks: Duration,
 }
 
@@ -64,9 +64,6 @@ pub(super) struct Qp {
     pub(super) acked: u64,
     pub(super) arrived: u64,
     pub(super) psn: u32,
-    /// Latest times given out, so that order holds.
-    pub(super) last_arrival: Duration,
-    pub(super) last_ack: Duration,
     pub(super) wait: Option<Wait>,
     pub(super) silent_tries: u8,
     pub(super) rnr_tries: u8,
@@ -101,8 +98,6 @@ impl Qp {
             acked: 0,
             arrived: 0,
             psn: 0,
-            last_arrival: Duration::ZERO,
-            last_ack: Duration::ZERO,
             wait: None,
             silent_tries: 0,
             rnr_tries: 0,

@@ -38,7 +38,7 @@ impl Hca {
             return Err(ENOMEM);
         }
         let (host, dead) = (qp.host, qp.state == State::Error);
-        let arrives = if dead { self.now } else { self.arrival_time(key) };
+        let arrives = if dead { self.now } else { self.arrival_time() };
         let host = &mut self.hosts[host.0];
         let qp = self.qps[key.0].as_deref_mut().ok_or(ENODEV)?;
         host.stats.posted += 1;
@@ -62,7 +62,6 @@ impl Hca {
         };
         let len = u32::try_from(len).map_err(|_| EINVAL)?;
         qp.push(Wqe { signaled: wr.signaled, len, bytes, arrives, acks: Duration::ZERO });
-        qp.last_arrival = arrives;
         if dead {
             self.flush(key, WcStatus::Flushed);
         } else if at_once {
@@ -73,14 +72,14 @@ impl Hca {
         Ok(())
     }
 
-    /// When a message posted now is at the peer; never before its predecessor.
-    fn arrival_time(&mut self, key: QpKey) -> Duration {
+    /// When a message posted now is at the peer, if its predecessors are.
+    fn arrival_time(&mut self) -> Duration {
         let mut at = self.now + self.dice.duration(&self.latency);
         if self.faults_on && self.dice.chance(self.faults.delay) {
             self.fault_counts.delays += 1;
             at += self.dice.duration(&self.faults.delay_by);
         }
-        self.qp(key).map_or(at, |qp| qp.last_arrival.max(at))
+        at
     }
 
     /// A timeline entry is due.
@@ -200,8 +199,6 @@ impl Hca {
         let Some(path) = &qp.path else { return };
         let timers = path.timers;
         let seq = qp.arrived;
-        acks = acks.max(qp.last_ack);
-        qp.last_ack = acks;
         qp.silent_tries = 0;
         qp.rnr_tries = 0;
         let psn = psn_after(qp.psn, packets(qp.wqe(seq).len, path.mtu.bytes()));

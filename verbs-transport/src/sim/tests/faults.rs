@@ -177,6 +177,20 @@ async fn lost_acks_deliver_and_still_fail_at_the_sender() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_refusal_after_a_lost_ack_is_lost_too() {
+    let mut pair = pair_with(Faults { lost_ack: 1.0, ..Faults::none() }).await;
+    pair.send(b"x", true).unwrap();
+    let slab = pair.a.sends.remove(0);
+    pair.send_slab(&slab, 2048, true).unwrap();
+    pair.qp_b.to_error().unwrap();
+    pair.send(b"y", true).unwrap();
+    sleep(Duration::from_secs(5)).await;
+    let statuses: Vec<_> = pair.a.poll().into_iter().map(|wc| format!("{wc:?}")).collect();
+    assert!(statuses[0].contains("RetryExceeded") && statuses.len() == 3, "{statuses:?}");
+    assert!(statuses[1..].iter().all(|status| status.contains("Flushed")), "{statuses:?}");
+}
+
+#[tokio::test(start_paused = true)]
 async fn half_received_message_holds_its_slab_until_its_qp_is_in_err() {
     let hour = Duration::from_secs(3600);
     let faults = Faults { half_received: 1.0, half_received_for: hour..=hour, ..Faults::none() };

@@ -82,7 +82,8 @@ impl Side {
     }
 
     pub(super) async fn wake(&self) {
-        poll_fn(|cx| self.fabric.poll_wake(cx)).await.unwrap();
+        let an_hour = std::time::Duration::from_secs(3600);
+        tokio::time::timeout(an_hour, poll_fn(|cx| self.fabric.poll_wake(cx))).await.expect("a wake-up").unwrap();
     }
 
     pub(super) fn event(&self) -> Option<AsyncEvent> {

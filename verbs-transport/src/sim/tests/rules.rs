@@ -209,6 +209,42 @@ async fn a_path_healed_in_time_loses_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn every_delivery_starts_the_retries_anew() {
+    let mut pair = Pair::with(SimConfig::default(), small(), |path| path.timers.rnr_retry = 3).await;
+    for round in 0..6 {
+        pair.world.cut(A, B);
+        pair.send(b"x", true).unwrap();
+        sleep(Duration::from_millis(1200)).await;
+        pair.world.heal(A, B);
+        sleep(Duration::from_millis(300)).await;
+        pair.world.hold_receives(B, true);
+        pair.send(b"y", true).unwrap();
+        sleep(Duration::from_millis(1)).await;
+        pair.world.hold_receives(B, false);
+        sleep(Duration::from_millis(2)).await;
+        assert_eq!(pair.a.poll().len(), 2);
+        assert_eq!(pair.b.messages(), [b"x", b"y"], "round {round}");
+        pair.b.post_receives(2);
+    }
+    assert!(pair.qp_a.is_rts().unwrap());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_refusal_acknowledges_every_message_before_it() {
+    let way = Duration::from_millis(10);
+    let config = SimConfig { latency: way..=way, ..SimConfig::default() };
+    let mut pair = Pair::with(config, small(), |path| path.timers.rnr_retry = 0).await;
+    for _ in 0..9 {
+        pair.send(b"x", true).unwrap();
+    }
+    pair.a.fabric.arm().unwrap();
+    pair.a.wake().await;
+    let wcs = pair.a.poll();
+    assert!(wcs[..8].iter().all(|wc| matches!(wc, Wc::Send { .. })), "{wcs:?}");
+    assert_eq!(failures(&wcs), [(8, WcStatus::RnrRetryExceeded)]);
+}
+
+#[tokio::test(start_paused = true)]
 async fn retry_count_seven_never_ends() {
     let mut pair = Pair::with(SimConfig::default(), small(), |path| path.timers.retry_cnt = 7).await;
     pair.world.cut(A, B);

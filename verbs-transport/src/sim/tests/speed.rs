@@ -147,3 +147,19 @@ fn without_a_runtime_every_call_moves_time() {
     }
     assert_eq!(pair.b.messages(), [b"x"]);
 }
+
+#[test]
+fn a_world_outlives_its_runtime_and_moves_in_the_next() {
+    let run = || tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let way = Duration::from_millis(5);
+    let config = SimConfig { latency: way..=way, ..SimConfig::default() };
+    let first = run();
+    let mut pair = first.block_on(Pair::with(config, small(), |_| {}));
+    first.block_on(async { pair.send(b"x", false).unwrap() });
+    drop(first);
+    run().block_on(async {
+        pair.b.fabric.arm().unwrap();
+        pair.send(b"y", false).unwrap();
+        pair.b.wake().await;
+    });
+}
