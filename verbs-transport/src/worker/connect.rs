@@ -13,9 +13,9 @@ use verbs_bootstrap::{
 };
 
 use super::{
-    shared::Shared,
     error::{EpochEnd, SendError, cannot_meet},
     peer::{Effects, Epoch, Peer, PeerState},
+    shared::Shared,
 };
 use crate::{
     fabric::{CreateQpError, Fabric, FabricQp, QpCaps, QpPath},
@@ -394,8 +394,7 @@ fn spawn_proof_timer<F: Fabric>(
             epoch.is_none_or(|epoch| epoch.link.as_ref().is_some_and(Link::is_proven))
         };
         if !proven {
-            let cause =
-                EpochEnd::NotProven { after, local: port.gid, gid_index: port.gid_index, remote, mtu_bytes };
+            let cause = EpochEnd::NotProven { after, local: port.gid, gid_index: port.gid_index, remote, mtu_bytes };
             shared.end_epoch_of(&peer, generation, cause);
         }
     })
@@ -565,11 +564,8 @@ impl<F: Fabric> Acceptor for Accept<F> {
             let Some(epoch) = of_generation(&state, generation) else {
                 return Err(Refusal::new(Status::Internal, "the epoch ended before the reply"));
             };
-            let to = Addressee {
-                instance: hello.from,
-                incarnation: hello.from_incarnation,
-                generation: hello.generation,
-            };
+            let to =
+                Addressee { instance: hello.from, incarnation: hello.from_incarnation, generation: hello.generation };
             Ok(shared.offer(epoch, &to))
         }
     }

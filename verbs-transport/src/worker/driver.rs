@@ -13,12 +13,12 @@ use tokio::time::sleep_until;
 use verbs_bootstrap::InstanceId;
 
 use super::{
-    shared::Shared,
     admission::contain,
     config::Progress,
     error::EpochEnd,
     inbound::{Borrowed, Received, Sink},
     peer::{Effects, Epoch, Peer, PeerState, Retired},
+    shared::Shared,
 };
 use crate::{
     fabric::{AsyncEvent, Fabric, FabricError, FabricQp, POST_BATCH, RecvSlab, Wc, WcStatus, WrSeq},

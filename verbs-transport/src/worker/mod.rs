@@ -183,8 +183,7 @@ impl<F: Fabric> Worker<F> {
         let endpoint = self.endpoint(listener.local_addr());
         let address = WorkerAddress::encode(&endpoint)?;
         let driver = self.poll_with(config.progress)?;
-        *lock(&self.owner.running) =
-            Running { address: Some((endpoint, address)), listener: Some(listener), driver };
+        *lock(&self.owner.running) = Running { address: Some((endpoint, address)), listener: Some(listener), driver };
         Ok(())
     }
 
@@ -298,8 +297,7 @@ impl<F: Fabric> Worker<F> {
     fn eligible(&self, endpoint: &Endpoint) -> Result<(), RegisterError> {
         let port = self.shared().fabric.port();
         let problem = |hint: &DeviceHint| {
-            let theirs =
-                PortIdentity { gid: hint.gid, gid_type: hint.gid_type, gid_index: hint.gid_index, ..port };
+            let theirs = PortIdentity { gid: hint.gid, gid_type: hint.gid_type, gid_index: hint.gid_index, ..port };
             cannot_meet(&port, &theirs)
         };
         let mut reasons = Vec::new();
@@ -555,4 +553,3 @@ impl<F: Fabric> Drop for Owner<F> {
         self.shared.stop_driver();
     }
 }
-

@@ -14,10 +14,10 @@ use tokio::{
 use verbs_bootstrap::{Endpoint, Exchange, Generation, InstanceId, Offer, Psn};
 
 use super::{
-    shared::Shared,
     admission::{Admission, AdmissionError, CancelGate, SendOutcome, Ticket, contain},
     error::{ConnectError, EpochEnd, SendError},
     outbox::Batch,
+    shared::Shared,
 };
 use crate::{
     fabric::{Fabric, FabricQp, WrSeq},

@@ -175,8 +175,7 @@ impl<F: Fabric> Shared<F> {
 
     /// All peers, in the order of their names, so that simulation is reproducible.
     pub(crate) fn all_peers(&self) -> Vec<Arc<Peer<F>>> {
-        let mut peers: Vec<_> =
-            self.peers.read().unwrap_or_else(PoisonError::into_inner).values().cloned().collect();
+        let mut peers: Vec<_> = self.peers.read().unwrap_or_else(PoisonError::into_inner).values().cloned().collect();
         peers.sort_by_key(|peer| peer.id);
         peers
     }
