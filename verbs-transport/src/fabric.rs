@@ -27,34 +27,62 @@ pub const POST_BATCH: usize = 16;
 /// One receive slab: a fixed-size slot of the receive MR.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "a dropped slab is lost to the SRQ for good"]
-pub struct RecvSlab(u32);
+pub struct RecvSlab {
+    pool: u32,
+    index: u32,
+}
 
 /// One send slab: a fixed-size slot of the send MR.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "a dropped slab is lost to the pool for good"]
-pub struct SendSlab(u32);
+pub struct SendSlab {
+    pool: u32,
+    index: u32,
+}
 
 impl RecvSlab {
-    /// For a fabric only: mints the token of slot `index`. At most one may exist at a time.
+    /// For a fabric only: mints the token of slot `index`, for a fabric whose memory needs no telling apart. At most
+    /// one may exist at a time.
     pub(crate) const fn mint(index: u32) -> Self {
-        Self(index)
+        Self::mint_in(0, index)
+    }
+
+    /// For a fabric only: mints the token of slot `index` of the pool of that number. At most one may exist at a time.
+    pub(crate) const fn mint_in(pool: u32, index: u32) -> Self {
+        Self { pool, index }
     }
 
     /// Which slot.
     pub(crate) const fn index(&self) -> u32 {
-        self.0
+        self.index
+    }
+
+    /// Which pool: the token of another fabric gives no right to this one's memory.
+    pub(crate) const fn pool(&self) -> u32 {
+        self.pool
     }
 }
 
 impl SendSlab {
-    /// For a fabric only: mints the token of slot `index`. At most one may exist at a time.
+    /// For a fabric only: mints the token of slot `index`, for a fabric whose memory needs no telling apart. At most
+    /// one may exist at a time.
     pub(crate) const fn mint(index: u32) -> Self {
-        Self(index)
+        Self::mint_in(0, index)
+    }
+
+    /// For a fabric only: mints the token of slot `index` of the pool of that number. At most one may exist at a time.
+    pub(crate) const fn mint_in(pool: u32, index: u32) -> Self {
+        Self { pool, index }
     }
 
     /// Which slot.
     pub(crate) const fn index(&self) -> u32 {
-        self.0
+        self.index
+    }
+
+    /// Which pool: the token of another fabric gives no right to this one's memory.
+    pub(crate) const fn pool(&self) -> u32 {
+        self.pool
     }
 }
 
@@ -396,21 +424,21 @@ pub trait Fabric: Send + Sync + Sized + 'static {
     ///
     /// # Panics
     ///
-    /// When `offset + bytes.len()` exceeds the slab: a bug of ours.
+    /// When `offset + bytes.len()` exceeds the slab, or the slab is another fabric's: a bug of ours.
     fn write_slab(&self, slab: &mut SendSlab, offset: usize, bytes: &[u8]);
 
     /// Copies out of a slab from `offset` on.
     ///
     /// # Panics
     ///
-    /// When `offset + out.len()` exceeds the slab: a bug of ours.
+    /// When `offset + out.len()` exceeds the slab, or the slab is another fabric's: a bug of ours.
     fn read_slab(&self, slab: &RecvSlab, offset: usize, out: &mut [u8]);
 
     /// Appends `len` bytes of a slab, from `offset` on, to `out`.
     ///
     /// # Panics
     ///
-    /// When `offset + len` exceeds the slab: a bug of ours.
+    /// When `offset + len` exceeds the slab, or the slab is another fabric's: a bug of ours.
     fn append_slab(&self, slab: &RecvSlab, offset: usize, len: usize, out: &mut Vec<u8>);
 
     /// Posts receives to the SRQ in chains of [`POST_BATCH`]; what was posted leaves `slabs`, front first.

@@ -1,10 +1,11 @@
 //! INIT to RTR to RTS, and what stands in the way.
 
-use std::sync::Arc;
+use std::{future::poll_fn, sync::Arc, time::Duration};
 
+use tokio::time::timeout;
 use verbs_bootstrap::{Gid, RdAtomic};
 use verbs_transport::{
-    fabric::{ConnectQpError, Fabric, FabricQp},
+    fabric::{AsyncEvent, ConnectQpError, Fabric, FabricQp},
     verbs::{DeviceConfig, DeviceQp},
 };
 
@@ -86,6 +87,10 @@ fn a_gid_is_found_again_by_value() {
         let (a, b) = (rig.qp(), rig.qp());
 
         remove("10.98.0.7");
+        let told = async {
+            while poll_fn(|cx| rig.device.poll_async_event(cx)).await.expect("an event") != AsyncEvent::GidChange {}
+        };
+        timeout(Duration::from_secs(5), told).await.expect("the change of the table is told");
         let mtu = rig.device.port().mtu;
         let error = DeviceQp::connect(Arc::clone(&a), path_to(&b, &rig.device, mtu)).await.expect_err("gone");
         assert!(matches!(&error, ConnectQpError::GidGone { local_gid, .. } if *local_gid == gid), "{error}");

@@ -11,7 +11,10 @@ use std::{
 };
 
 use tokio::time::timeout;
-use verbs_transport::fabric::{AsyncEvent, Fabric, FabricQp, Wc};
+use verbs_transport::{
+    fabric::{AsyncEvent, Fabric, FabricQp, Wc},
+    verbs::DeviceConfig,
+};
 
 use crate::rig::{Rig, config, inline, leaving_nothing};
 
@@ -110,5 +113,20 @@ fn the_srq_limit_fires_once_for_each_arming() {
             rig.device.post_receives(&mut slabs).expect("room");
         }
         rig.spare.clear();
+    });
+}
+
+/// B13: more completions than the CQ holds are told as a device error, not a hang.
+#[test]
+fn a_cq_overrun_is_told() {
+    leaving_nothing(async {
+        let rig = Rig::new(&DeviceConfig { cq_depth: 3, ..config() });
+        assert_eq!(rig.device.limits().cq_depth, 3);
+        let (a, _b) = rig.pair().await;
+        for seq in 0..8 {
+            a.post(&[inline(seq, b"unpolled")]).expect("a post");
+        }
+        let event = timeout(Duration::from_secs(5), poll_fn(|cx| rig.device.poll_async_event(cx))).await;
+        assert_eq!(event.expect("an event").expect("the device"), AsyncEvent::CqError);
     });
 }

@@ -1,10 +1,14 @@
 //! Bytes from one QP to another.
 
-use verbs_transport::fabric::{Fabric, FabricQp, POST_BATCH, SendData, SendWr, Wc, WrSeq};
+use std::sync::Arc;
 
-use crate::rig::{Rig, config, connect, from_slab, inline, leaving_nothing, pattern};
 use verbs_bootstrap::Mtu;
-use verbs_transport::verbs::DeviceConfig;
+use verbs_transport::{
+    fabric::{Fabric, FabricQp, POST_BATCH, SendData, SendWr, Wc, WrSeq},
+    verbs::DeviceConfig,
+};
+
+use crate::rig::{Rig, config, connect, from_slab, inline, leaving_nothing, open, pattern};
 
 /// B17: both sides of the inline limit, and of the slab's.
 #[test]
@@ -131,6 +135,72 @@ fn one_completion_at_a_time_has_no_ghosts() {
             rig.device.post_receives(&mut rig.spare).expect("room");
             let mut ghosts = Vec::new();
             assert_eq!(rig.device.poll(&mut ghosts).expect("a CQ"), 0, "{ghosts:?}");
+        }
+    });
+}
+
+/// Slabs are good for their own fabric only.
+#[test]
+fn another_fabrics_slab_is_refused() {
+    leaving_nothing(async {
+        let (one, mut two) = (Rig::new(&config()), Rig::new(&config()));
+        let (a, _b) = one.pair().await;
+        let foreign = two.send_slabs.pop().expect("a slab");
+        let error = a.post(&[from_slab(0, &foreign, 8)]).expect_err("not ours");
+        assert_eq!((error.posted, error.source.kind()), (0, std::io::ErrorKind::InvalidInput), "{error}");
+
+        let three = open(&config()).expect("a device");
+        let (mut slabs, _) = three.take_slabs();
+        let before = slabs.len();
+        let error = one.device.post_receives(&mut slabs).expect_err("not ours");
+        assert_eq!((error.posted, slabs.len()), (0, before), "{error}");
+        assert!(three.take_slabs().0.is_empty(), "they are given out once");
+    });
+}
+
+/// Four threads post on one QP at once; nothing is lost or mixed up.
+#[test]
+fn threads_may_share_a_qp() {
+    const EACH: u64 = 300;
+    leaving_nothing(async {
+        let mut rig = Rig::new(&config());
+        let (a, _b) = rig.pair().await;
+        let credit = Arc::new(tokio::sync::Semaphore::new(24));
+        let threads: Vec<_> = (0..4_u64)
+            .map(|thread| {
+                let (a, credit, runtime) = (Arc::clone(&a), Arc::clone(&credit), tokio::runtime::Handle::current());
+                std::thread::spawn(move || {
+                    for count in 0..EACH {
+                        runtime.block_on(credit.acquire()).expect("open").forget();
+                        let text = (thread << 32 | count).to_be_bytes();
+                        a.post(&[inline(thread << 32 | count, &text)]).expect("a post");
+                    }
+                })
+            })
+            .collect();
+        let (mut next, mut sends) = ([0_u64; 4], 0);
+        while next != [EACH; 4] || sends < 4 * EACH {
+            for wc in rig.poll_until(|wcs| !wcs.is_empty()) {
+                match wc {
+                    Wc::Receive { slab, bytes, .. } => {
+                        let text = rig.read(&slab, bytes);
+                        let number = u64::from_be_bytes(text.try_into().expect("8 bytes"));
+                        let thread = usize::try_from(number >> 32).expect("small");
+                        assert_eq!(number & 0xffff_ffff, next[thread], "of thread {thread}");
+                        next[thread] += 1;
+                        rig.spare.push(slab);
+                        rig.device.post_receives(&mut rig.spare).expect("room");
+                    }
+                    Wc::Send { .. } => {
+                        sends += 1;
+                        credit.add_permits(1);
+                    }
+                    failed => panic!("{failed:?}"),
+                }
+            }
+        }
+        for thread in threads {
+            thread.join().expect("a sender");
         }
     });
 }

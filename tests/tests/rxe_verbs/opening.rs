@@ -6,14 +6,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-use verbs_bootstrap::{Gid, GidFamily};
+use verbs_bootstrap::{Gid, GidFamily, Mtu};
 use verbs_transport::{
     fabric::{AsyncEvent, CreateQpError, Fabric, FabricQp, QpCaps, SlabSizes},
     select::ChooseError,
-    verbs::{DeviceConfig, OpenError},
+    verbs::{DeviceConfig, OpenError, PageKind},
 };
 
-use crate::rig::{Rig, command, config, leaving_nothing, netdev, open};
+use crate::rig::{Rig, command, config, inline, leaving_nothing, netdev, open};
 
 fn refusal(config: &DeviceConfig) -> OpenError {
     open(config).expect_err("a refusal")
@@ -135,38 +135,141 @@ fn inline_is_granted_in_steps() {
     });
 }
 
+/// Opening needs no runtime; waiting and connecting say so where there is none.
+#[test]
+fn opening_needs_no_runtime() {
+    leaving_nothing(async {
+        let outside = std::thread::spawn(|| {
+            let rig = Rig::new(&config());
+            let mut cx = std::task::Context::from_waker(std::task::Waker::noop());
+            let wake = rig.device.poll_wake(&mut cx);
+            assert!(
+                matches!(&wake, std::task::Poll::Ready(Err(error)) if error.to_string().contains("tokio")),
+                "{wake:?}"
+            );
+            assert_eq!(rig.device.poll(&mut Vec::new()).expect("a CQ"), 0);
+        });
+        outside.join().expect("no panic");
+    });
+}
+
+/// Pools of 2 MiB and more lie in reserved huge pages when there are some.
+#[test]
+fn slabs_lie_in_huge_pages_where_they_can_be_had() {
+    leaving_nothing(async {
+        command("echo 8 > /proc/sys/vm/nr_hugepages");
+        let slabs = SlabSizes { receive_slabs: 256, receive_bytes: 8192, ..config().slabs };
+        let rig = Rig::new(&DeviceConfig { slabs, ..config() });
+        assert_eq!(rig.device.page_kind(), PageKind::Huge);
+        let (a, _b) = rig.pair().await;
+        let mut rig = rig;
+        a.post(&[inline(0, b"through a huge page")]).expect("a post");
+        assert_eq!(rig.receive_one(), b"through a huge page");
+        drop(a);
+        command("echo 0 > /proc/sys/vm/nr_hugepages");
+        let again = Rig::new(&DeviceConfig { slabs, ..config() });
+        assert_eq!(again.device.page_kind(), PageKind::TransparentHuge);
+    });
+}
+
+/// A link's MTU may change, and Soft-RoCE raises no event for it; the port is read anew for each connection.
+#[test]
+fn a_changed_mtu_is_noticed() {
+    leaving_nothing(async {
+        let netdev = netdev();
+        let rig = Rig::new(&config());
+        let before = rig.device.port().mtu;
+        let bytes = std::fs::read_to_string(format!("/sys/class/net/{netdev}/mtu")).expect("an MTU").trim().to_owned();
+        command(&format!("ip link set {netdev} mtu 1500"));
+        assert_eq!(rig.device.port().mtu, Mtu::B1024, "{before:?} before");
+        command(&format!("ip link set {netdev} mtu {bytes}"));
+        assert_eq!(rig.device.port().mtu, before);
+    });
+}
+
+/// The device's node is there and may not be opened: the refusal says whom to ask. (The kernel says ENOENT or EACCES.)
+#[test]
+fn a_closed_device_node_is_told_as_such() {
+    if as_child() {
+        return;
+    }
+    leaving_nothing(async {
+        let node = "/dev/infiniband/uverbs0";
+        command(&format!("chmod 0600 {node}"));
+        let text = as_ordinary_user("opening::a_closed_device_node_is_told_as_such", "8192", "unlimited");
+        command(&format!("chmod 0666 {node}"));
+        assert!(text.contains("/dev/infiniband"), "{text}");
+        assert!(text.contains("may not open") || text.contains("no RDMA device that libibverbs can use"), "{text}");
+    });
+}
+
+/// No device at all: the refusal says how to get one. The device comes back afterwards, under the same name.
+#[test]
+fn no_device_is_told_with_the_remedy() {
+    leaving_nothing(async {
+        let rig = Rig::new(&config());
+        let device = rig.device.path_reason().split(' ').next().expect("its name").to_owned();
+        drop(rig);
+        let netdev = netdev();
+        command(&format!("rdma link delete {device}"));
+        let outcome = open(&config());
+        command(&format!("rdma link add {device} type rxe netdev {netdev}"));
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while let Err(error) = open(&config()) {
+            assert!(Instant::now() < deadline, "{error}");
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        let error = outcome.expect_err("no device");
+        assert!(matches!(&error, OpenError::NoDevices { .. }), "{error}");
+        assert!(error.to_string().contains("rdma link add rxe0 type rxe"), "{error}");
+    });
+}
+
 /// B14: with too little lockable memory, an ordinary user gets need, have and remedy; with small slabs it works.
 ///
 /// The test runs its own binary again as that user, and there it is the child.
 #[test]
 fn too_little_lockable_memory_is_told_with_numbers() {
-    const CHILD: &str = "OPEN_WITH_SLAB_BYTES";
-    if let Ok(slab_bytes) = env::var(CHILD) {
-        let bytes: u32 = slab_bytes.parse().expect("a number of bytes");
-        let slabs = SlabSizes { receive_bytes: bytes, send_bytes: bytes, ..config().slabs };
-        match open(&DeviceConfig { slabs, ..config() }) {
-            Ok(_) => println!("opened"),
-            Err(error) => println!("{error}"),
-        }
+    if as_child() {
         return;
     }
     leaving_nothing(async {
-        let run = |slab_bytes: &str| {
-            let output = Command::new("prlimit")
-                .args(["--memlock=131072", "setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"])
-                .args(["--inh-caps=-all", "--bounding-set=-all"])
-                .arg(env::current_exe().expect("this test's path"))
-                .args(["--exact", "opening::too_little_lockable_memory_is_told_with_numbers", "--nocapture"])
-                .env(CHILD, slab_bytes)
-                .output()
-                .expect("prlimit and setpriv of util-linux");
-            let text = String::from_utf8_lossy(&output.stdout).into_owned();
-            assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
-            text
+        let run = |slab_bytes| {
+            as_ordinary_user("opening::too_little_lockable_memory_is_told_with_numbers", slab_bytes, "131072")
         };
         let text = run("8192");
         assert!(text.contains("need 655360 bytes of locked memory, but RLIMIT_MEMLOCK is 131072 bytes"), "{text}");
         assert!(text.contains("ulimit -l"), "the remedy: {text}");
         assert!(run("512").contains("opened"), "40 KiB fit");
     });
+}
+
+const CHILD: &str = "OPEN_WITH_SLAB_BYTES";
+
+/// Runs one test of this binary as a user without rights; gives what it prints.
+fn as_ordinary_user(test: &str, slab_bytes: &str, memlock: &str) -> String {
+    let output = Command::new("prlimit")
+        .arg(format!("--memlock={memlock}"))
+        .args(["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"])
+        .args(["--inh-caps=-all", "--bounding-set=-all"])
+        .arg(env::current_exe().expect("this test's path"))
+        .args(["--exact", test, "--nocapture"])
+        .env(CHILD, slab_bytes)
+        .output()
+        .expect("prlimit and setpriv of util-linux");
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
+    text
+}
+
+/// In the child: opens, prints what came of it, and says that this is the child.
+fn as_child() -> bool {
+    let Ok(slab_bytes) = env::var(CHILD) else { return false };
+    let bytes: u32 = slab_bytes.parse().expect("a number of bytes");
+    let slabs = SlabSizes { receive_bytes: bytes, send_bytes: bytes, ..config().slabs };
+    match open(&DeviceConfig { slabs, ..config() }) {
+        Ok(_) => println!("opened"),
+        Err(error) => println!("{error}"),
+    }
+    true
 }

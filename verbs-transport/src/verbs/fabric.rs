@@ -113,15 +113,12 @@ impl Shared {
 
     /// The port, with our GID found again by value should it have moved in the table; `None` when it is gone.
     pub(super) fn current_port(&self) -> Option<PortIdentity> {
-        if !self.gid_is_current() {
-            self.refresh();
-        }
-        let port = self.port();
+        let port = self.refresh();
         self.holds(port.gid_index, port.gid, port).then_some(port)
     }
 
     /// Reads the port's MTU and LID and the place of our GID anew. What cannot be read stays as it was.
-    fn refresh(&self) {
+    fn refresh(&self) -> PortIdentity {
         let mut port = self.port();
         if let Ok(attributes) = self.context.port(port.port) {
             port.lid = attributes.lid;
@@ -129,19 +126,21 @@ impl Shared {
                 port.mtu = capped(mtu, self.mtu_cap);
             }
         }
-        let slots = self.context.gids(port.port).unwrap_or_default();
-        let same = slots.iter().filter(|slot| slot.gid == port.gid && slot.gid_type == port.gid_type);
-        match same.min_by_key(|slot| (slot.index != port.gid_index, slot.index)) {
-            None => {
-                tracing::warn!(gid = %port.gid, gid_index = port.gid_index, "our GID is gone from the port's table");
+        if !self.holds(port.gid_index, port.gid, port) {
+            let slots = self.context.gids(port.port).unwrap_or_default();
+            match slots.iter().find(|slot| slot.gid == port.gid && slot.gid_type == port.gid_type) {
+                None => {
+                    tracing::warn!(gid = %port.gid, gid_index = port.gid_index, "our GID is gone from the port's table");
+                }
+                Some(slot) => {
+                    let (from, to) = (port.gid_index, slot.index);
+                    tracing::info!(gid = %port.gid, from, to, "our GID moved to another index");
+                    port.gid_index = to;
+                }
             }
-            Some(slot) if slot.index != port.gid_index => {
-                tracing::info!(gid = %port.gid, from = port.gid_index, to = slot.index, "our GID moved to another index");
-                port.gid_index = slot.index;
-            }
-            Some(_) => {}
         }
         *self.port.write().unwrap_or_else(PoisonError::into_inner) = port;
+        port
     }
 
     /// What its QPs are made from.
@@ -180,8 +179,10 @@ impl<N: Net> Fabric for DeviceFabric<N> {
         self.shared.slabs()
     }
 
+    /// Read from the device each time: an MTU that changed raises no event on Soft-RoCE, and a QP with a path MTU
+    /// above the link's hangs.
     fn port(&self) -> PortIdentity {
-        self.shared.port()
+        self.shared.refresh()
     }
 
     fn path_reason(&self) -> String {
@@ -193,19 +194,22 @@ impl<N: Net> Fabric for DeviceFabric<N> {
             return (Vec::new(), Vec::new());
         }
         let sizes = self.shared.slabs();
-        ((0..sizes.receive_slabs).map(RecvSlab::mint).collect(), (0..sizes.send_slabs).map(SendSlab::mint).collect())
+        (
+            (0..sizes.receive_slabs).map(|index| RecvSlab::mint_in(self.shared.receive.pool(), index)).collect(),
+            (0..sizes.send_slabs).map(|index| SendSlab::mint_in(self.shared.send.pool(), index)).collect(),
+        )
     }
 
     fn write_slab(&self, slab: &mut SendSlab, offset: usize, bytes: &[u8]) {
-        self.shared.send.write(slab.index(), offset, bytes);
+        self.shared.send.write(slab, offset, bytes);
     }
 
     fn read_slab(&self, slab: &RecvSlab, offset: usize, out: &mut [u8]) {
-        self.shared.receive.read(slab.index(), offset, out);
+        self.shared.receive.read(slab, offset, out);
     }
 
     fn append_slab(&self, slab: &RecvSlab, offset: usize, len: usize, out: &mut Vec<u8>) {
-        self.shared.receive.append(slab.index(), offset, len, out);
+        self.shared.receive.append(slab, offset, len, out);
     }
 
     fn post_receives(&self, slabs: &mut Vec<RecvSlab>) -> Result<(), PostError> {
@@ -231,9 +235,8 @@ impl<N: Net> Fabric for DeviceFabric<N> {
     }
 
     fn poll(&self, into: &mut Vec<Wc>) -> Result<usize, FabricError> {
-        let slabs = self.shared.receive.slabs();
         let mut stranger = None;
-        let found = self.shared.cq.poll(|raw| match wc::read(raw, slabs) {
+        let found = self.shared.cq.poll(|raw| match wc::read(raw, |index| self.shared.srq.complete(index)) {
             Ok(wc) => into.push(wc),
             Err(wr_id) => stranger = Some(wr_id),
         });
@@ -242,7 +245,7 @@ impl<N: Net> Fabric for DeviceFabric<N> {
             (Err(source), _) => Err(FabricError { what: "ibv_poll_cq", source }),
             (Ok(_), Some(wr_id)) => Err(FabricError {
                 what: "ibv_poll_cq",
-                source: io::Error::other(format!("a completion for wr_id {wr_id:#x}, which was never posted")),
+                source: io::Error::other(format!("a completion for wr_id {wr_id:#x}, which is not posted")),
             }),
         }
     }

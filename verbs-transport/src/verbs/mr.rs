@@ -1,6 +1,15 @@
 //! Registered memory, cut into slabs of one size.
 
-use std::{ffi::c_int, io, mem::ManuallyDrop, ptr::NonNull, sync::Arc};
+use std::{
+    ffi::c_int,
+    io,
+    mem::ManuallyDrop,
+    ptr::NonNull,
+    sync::{
+        Arc,
+        atomic::{AtomicU32, Ordering},
+    },
+};
 
 use ibverbs_sys as ffi;
 
@@ -9,15 +18,18 @@ use super::{
     memory::{Memory, PageKind},
     pd::Pd,
 };
+use crate::fabric::{RecvSlab, SendSlab};
 
 /// Memory of this process that the device may read and, with local write, receive into: `slabs` slots of
 /// `slab_bytes` each. No reference into it is ever made: the device may be writing, and bytes go in and out by
 /// bounds-checked raw copies.
 ///
-/// Who may touch a slot is settled by the slab tokens of [`crate::fabric`]: there is one for each slot, and posting a
-/// receive takes it until the completion.
+/// Who may touch a slot is settled by the slab tokens of [`crate::fabric`]: there is one for each slot, it names this
+/// pool, and posting a receive takes it until the completion.
 pub(crate) struct SlabMr {
     raw: NonNull<ffi::ibv_mr>,
+    /// No two pools of a process share it.
+    pool: u32,
     memory: ManuallyDrop<Memory>,
     lkey: u32,
     slab_bytes: u32,
@@ -30,9 +42,9 @@ pub(crate) struct SlabMr {
 // SAFETY: the memory is owned, not bound to a thread, and reached through raw copies alone; the MR is a handle that
 // is constant after the registration.
 unsafe impl Send for SlabMr {}
-// SAFETY: `write` needs the one `&mut SendSlab` of its slot (checked by its caller in this module's crate), `read`
-// and `append` the `&RecvSlab`, which no one has while the device may write to that slot. So no two threads write to
-// one slot at a time, nor does one read what another or the device writes.
+// SAFETY: a slot's bytes are written by who holds its one token mutably (`write`) or by the device while the token is
+// posted, and read by who holds the token (`read`, `append`). `at` refuses tokens of other pools. So no two threads
+// write to one slot at a time, nor does one read what another or the device writes.
 unsafe impl Sync for SlabMr {}
 
 impl SlabMr {
@@ -53,7 +65,8 @@ impl SlabMr {
         // SAFETY: `raw` is the live MR that ibv_reg_mr just gave; the field is constant.
         let lkey = unsafe { (*raw.as_ptr()).lkey };
         let memory = ManuallyDrop::new(memory);
-        Ok(Self { raw, memory, lkey, slab_bytes, stride, slabs, _pd: Arc::clone(pd) })
+        let pool = NEXT_POOL.fetch_add(1, Ordering::Relaxed);
+        Ok(Self { raw, pool, memory, lkey, slab_bytes, stride, slabs, _pd: Arc::clone(pd) })
     }
 
     fn register(pd: &Pd, memory: Memory, access: ffi::ibv_access_flags) -> io::Result<(Memory, NonNull<ffi::ibv_mr>)> {
@@ -65,6 +78,16 @@ impl SlabMr {
             Some(raw) => Ok((memory, raw)),
             None => Err(io::Error::last_os_error()),
         }
+    }
+
+    /// Tokens of these slots carry it.
+    pub(super) fn pool(&self) -> u32 {
+        self.pool
+    }
+
+    /// Whether that token is for a slot of this pool.
+    pub(super) fn owns(&self, slot: Slot) -> bool {
+        slot.pool == self.pool && slot.index < self.slabs
     }
 
     /// How many slots.
@@ -93,9 +116,9 @@ impl SlabMr {
     ///
     /// # Panics
     ///
-    /// When the slot or the length is out of range: a bug of ours.
-    pub(super) fn sge(&self, slab: u32, len: u32) -> ffi::ibv_sge {
-        let start = self.at(slab, 0, len as usize);
+    /// When the slot is not of this pool, or the length out of range: a bug of ours.
+    pub(super) fn sge(&self, slot: Slot, len: u32) -> ffi::ibv_sge {
+        let start = self.at(slot, 0, len as usize);
         ffi::ibv_sge { addr: start.as_ptr().expose_provenance() as u64, length: len, lkey: self.lkey }
     }
 
@@ -104,11 +127,11 @@ impl SlabMr {
     /// # Panics
     ///
     /// When they do not fit there.
-    pub(super) fn write(&self, slab: u32, offset: usize, bytes: &[u8]) {
-        let to = self.at(slab, offset, bytes.len());
-        // SAFETY: `at` checked that `to..to + len` lies in slot `slab` of the live mapping, which no safe slice
-        // overlaps (`Memory` gives out pointers only). The caller holds the slot's only token mutably, so no other
-        // thread touches it.
+    pub(super) fn write(&self, slab: &mut SendSlab, offset: usize, bytes: &[u8]) {
+        let to = self.at((&*slab).into(), offset, bytes.len());
+        // SAFETY: `at` checked that `to..to + len` lies in that slot of the live mapping, which no safe slice
+        // overlaps (`Memory` gives out pointers only). The slot's only token is borrowed mutably, so no other thread
+        // touches it.
         unsafe { bytes.as_ptr().copy_to_nonoverlapping(to.as_ptr(), bytes.len()) };
     }
 
@@ -117,10 +140,10 @@ impl SlabMr {
     /// # Panics
     ///
     /// When `out` reaches beyond the slot.
-    pub(super) fn read(&self, slab: u32, offset: usize, out: &mut [u8]) {
-        let from = self.at(slab, offset, out.len());
+    pub(super) fn read(&self, slab: &RecvSlab, offset: usize, out: &mut [u8]) {
+        let from = self.at(slab.into(), offset, out.len());
         // SAFETY: `at` checked the source range; `out` is a slice of other memory (see `write`). The mapping is
-        // zeroed at first, so each byte is initialised, and the caller's token says that the device is done with it.
+        // zeroed at first, so each byte is initialised, and the token says that the device is done with the slot.
         unsafe { from.as_ptr().copy_to_nonoverlapping(out.as_mut_ptr(), out.len()) };
     }
 
@@ -129,8 +152,8 @@ impl SlabMr {
     /// # Panics
     ///
     /// When the part reaches beyond the slot.
-    pub(super) fn append(&self, slab: u32, offset: usize, len: usize, out: &mut Vec<u8>) {
-        let from = self.at(slab, offset, len);
+    pub(super) fn append(&self, slab: &RecvSlab, offset: usize, len: usize, out: &mut Vec<u8>) {
+        let from = self.at(slab.into(), offset, len);
         out.reserve(len);
         let room = &mut out.spare_capacity_mut()[..len];
         // SAFETY: the source as in `read`; the target is `len` bytes of the vector's own spare room, by the slice.
@@ -140,17 +163,17 @@ impl SlabMr {
         unsafe { out.set_len(filled) };
     }
 
-    fn at(&self, slab: u32, offset: usize, len: usize) -> NonNull<u8> {
-        assert!(slab < self.slabs, "slab {slab} of {}", self.slabs);
+    fn at(&self, slot: Slot, offset: usize, len: usize) -> NonNull<u8> {
+        assert!(self.owns(slot), "{slot:?} in pool {} of {} slabs", self.pool, self.slabs);
         let end = offset.checked_add(len);
         assert!(
             end.is_some_and(|end| end <= self.slab_bytes as usize),
             "{len} bytes at {offset} in a slab of {}",
             self.slab_bytes
         );
-        // SAFETY: slab < slabs and offset + len <= slab_bytes <= stride, so the sum is at most slabs * stride, the
+        // SAFETY: the slot's index < slabs and offset + len <= slab_bytes <= stride, so the sum is at most slabs * stride, the
         // mapping's length, which `pool_bytes` checked to fit `isize`.
-        unsafe { self.memory.start().add(slab as usize * self.stride + offset) }
+        unsafe { self.memory.start().add(slot.index as usize * self.stride + offset) }
     }
 }
 
@@ -167,6 +190,28 @@ impl Drop for SlabMr {
         }
     }
 }
+
+/// Which slot a token is for.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Slot {
+    pool: u32,
+    index: u32,
+}
+
+impl From<&SendSlab> for Slot {
+    fn from(slab: &SendSlab) -> Self {
+        Self { pool: slab.pool(), index: slab.index() }
+    }
+}
+
+impl From<&RecvSlab> for Slot {
+    fn from(slab: &RecvSlab) -> Self {
+        Self { pool: slab.pool(), index: slab.index() }
+    }
+}
+
+/// 0 is no device's pool: the simulation mints in it.
+static NEXT_POOL: AtomicU32 = AtomicU32::new(1);
 
 /// Bytes for all slabs and the distance between two: slabs begin at cache lines.
 pub(super) fn pool_bytes(slabs: u32, slab_bytes: u32) -> Option<(usize, usize)> {

@@ -179,11 +179,10 @@ impl Probe<'_> {
         let _b = self.to_rts(b, QpEndpoint { qpn: to_a, psn: PSN })?;
         a.post_write_with_imm(b"8 bytes.", target.remote(), imm)?;
 
-        let slabs = self.shared.receive.slabs();
         let mut outcome = WriteWithImm { receive: None, slab: None, failed: None };
         let deadline = Instant::now() + wait;
         while outcome.receive.is_none() && outcome.failed.is_none() && Instant::now() < deadline {
-            self.shared.cq.poll(|raw| match wc::read(raw, slabs) {
+            self.shared.cq.poll(|raw| match wc::read(raw, |index| self.shared.srq.complete(index)) {
                 Ok(Wc::Receive { slab, .. }) => {
                     outcome.receive = raw.imm_data().map(|imm| (u32::from_be(imm), raw.len()));
                     outcome.slab = Some(slab);

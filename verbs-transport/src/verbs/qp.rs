@@ -159,8 +159,8 @@ impl Qp<Rts> {
     ///
     /// # Errors
     ///
-    /// `EINVAL` and nothing posted for more WRs, more inline bytes or more slab bytes than there may be; else the
-    /// device's, with the WRs ahead of the refused one live.
+    /// `InvalidInput` and nothing posted for more WRs, more inline bytes or more slab bytes than there may be, or
+    /// another fabric's slab; else the device's, with the WRs ahead of the refused one live.
     pub(super) fn post(&self, sends: &[SendWr<'_>]) -> Result<(), PostError> {
         self.handle.post(sends)
     }
@@ -325,7 +325,7 @@ impl QpHandle {
         match data {
             SendData::Inline(bytes) => bytes.len() <= self.caps.inline_bytes as usize,
             SendData::Slab { slab, len } => {
-                slab.index() < self.send_slabs.slabs() && *len <= self.send_slabs.slab_bytes()
+                self.send_slabs.owns((*slab).into()) && *len <= self.send_slabs.slab_bytes()
             }
         }
     }
@@ -338,7 +338,7 @@ impl QpHandle {
                 let length = u32::try_from(bytes.len()).unwrap_or(u32::MAX); // `accepts` bounds it by a u32
                 (ffi::ibv_sge { addr, length, lkey: 0 }, ffi::ibv_send_flags::IBV_SEND_INLINE.0)
             }
-            SendData::Slab { slab, len } => (self.send_slabs.sge(slab.index(), *len), 0),
+            SendData::Slab { slab, len } => (self.send_slabs.sge((*slab).into(), *len), 0),
         }
     }
 }

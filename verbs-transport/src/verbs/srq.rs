@@ -4,7 +4,10 @@ use std::{
     ffi::c_int,
     io,
     ptr::{self, NonNull},
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
 use ibverbs_sys as ffi;
@@ -17,6 +20,8 @@ pub(crate) struct Srq {
     raw: NonNull<ffi::ibv_srq>,
     post: PostFn,
     slabs: Arc<SlabMr>,
+    /// For each slab, whether the device has it. A provider that completes a receive twice must not make two tokens.
+    posted: Box<[AtomicBool]>,
     _pd: Arc<Pd>,
 }
 
@@ -42,7 +47,8 @@ impl Srq {
         // written during the call only.
         let raw = unsafe { ffi::ibv_create_srq(pd.as_ptr(), &raw mut init) };
         let raw = NonNull::new(raw).ok_or_else(io::Error::last_os_error)?;
-        Ok(Self { raw, post, slabs, _pd: Arc::clone(pd) })
+        let posted = (0..slabs.slabs()).map(|_| AtomicBool::new(false)).collect();
+        Ok(Self { raw, post, slabs, posted, _pd: Arc::clone(pd) })
     }
 
     pub(super) fn as_ptr(&self) -> *mut ffi::ibv_srq {
@@ -79,11 +85,14 @@ impl Srq {
         let count = chain.len().min(POST_BATCH);
         let sge_base = sges.as_mut_ptr();
         let wr_base = wrs.as_mut_ptr();
+        if !chain.iter().all(|slab| self.slabs.owns(slab.into())) {
+            return (0, Err(io::Error::new(io::ErrorKind::InvalidInput, "a slab of another fabric")));
+        }
         for (position, slab) in chain.iter().take(count).enumerate() {
             let next = if position + 1 < count { wr_base.wrapping_add(position + 1) } else { ptr::null_mut() };
             let sge = sge_base.wrapping_add(position);
             // SAFETY: position < count <= POST_BATCH, so this is an element of `sges`, which nothing borrows.
-            unsafe { sge.write(self.slabs.sge(slab.index(), self.slabs.slab_bytes())) };
+            unsafe { sge.write(self.slabs.sge(slab.into(), self.slabs.slab_bytes())) };
             let wr = ffi::ibv_recv_wr { wr_id: wc::receive_id(slab.index()), next, sg_list: sge, num_sge: 1 };
             // SAFETY: as above, an element of `wrs`.
             unsafe { wr_base.wrapping_add(position).write(wr) };
@@ -91,6 +100,9 @@ impl Srq {
         if count == 0 {
             return (0, Ok(()));
         }
+        // Before the post: a completion may be polled by another thread while it runs. The barrier before the
+        // provider's doorbell, and the one after its CQE, order these stores before that thread's swap.
+        self.mark(chain, true);
         let mut bad = ptr::null_mut();
         // SAFETY: the SRQ is live until `Drop`, `post` is its provider's ibv_post_srq_recv. The chain of `count` WRs
         // is null-terminated; WRs and SGEs are read during the call only. Each SGE is one whole slab of an MR that
@@ -99,8 +111,24 @@ impl Srq {
         let rc = unsafe { (self.post)(self.raw.as_ptr(), wr_base, &raw mut bad) };
         match check(rc) {
             Ok(()) => (count, Ok(())),
-            Err(error) => (posted_before(bad.addr(), wr_base.addr(), size_of::<ffi::ibv_recv_wr>(), count), Err(error)),
+            Err(error) => {
+                let live = posted_before(bad.addr(), wr_base.addr(), size_of::<ffi::ibv_recv_wr>(), count);
+                self.mark(&chain[live..], false);
+                (live, Err(error))
+            }
         }
+    }
+
+    fn mark(&self, slabs: &[RecvSlab], posted: bool) {
+        for flag in slabs.iter().filter_map(|slab| self.posted.get(slab.index() as usize)) {
+            flag.store(posted, Ordering::Relaxed);
+        }
+    }
+
+    /// The token of a slab that the device has completed; `None` when it was not posted.
+    pub(super) fn complete(&self, index: u32) -> Option<RecvSlab> {
+        let was_posted = self.posted.get(index as usize)?.swap(false, Ordering::Relaxed);
+        was_posted.then(|| RecvSlab::mint_in(self.slabs.pool(), index))
     }
 
     /// Arms the limit event: it fires once, when fewer than `receives` are posted.

@@ -18,8 +18,9 @@ pub(super) const fn send_id(seq: WrSeq) -> u64 {
     seq.0 & !RECEIVE
 }
 
-/// Reads a completion. `Err` gives back a `wr_id` that we never posted: the CQ cannot be trusted any more.
-pub(super) fn read(raw: &ffi::ibv_wc, slabs: u32) -> Result<Wc, u64> {
+/// Reads a completion. `slab` gives the token of a receive that was posted; `Err` gives back a `wr_id` that is none of
+/// ours, or came before: the CQ cannot be trusted any more.
+pub(super) fn read(raw: &ffi::ibv_wc, slab: impl FnOnce(u32) -> Option<RecvSlab>) -> Result<Wc, u64> {
     // On failure only wr_id, status, qp_num and vendor_err are defined (ibv_poll_cq(3)).
     let wr_id = raw.wr_id();
     let qpn = raw.qp_num;
@@ -30,8 +31,7 @@ pub(super) fn read(raw: &ffi::ibv_wc, slabs: u32) -> Result<Wc, u64> {
             Some((status, vendor_err)) => Wc::SendFailed { qpn, seq, status: status_from_raw(status), vendor_err },
         });
     }
-    let index = u32::try_from(wr_id & !RECEIVE).ok().filter(|index| *index < slabs).ok_or(wr_id)?;
-    let slab = RecvSlab::mint(index);
+    let slab = u32::try_from(wr_id & !RECEIVE).ok().and_then(slab).ok_or(wr_id)?;
     Ok(match raw.error() {
         None => Wc::Receive { qpn, slab, bytes: u32::try_from(raw.len()).unwrap_or(u32::MAX) },
         Some((status, _)) => Wc::ReceiveFailed { qpn, slab, status: status_from_raw(status) },
