@@ -40,9 +40,12 @@ pub(crate) fn prepare(
     progress: &Progress,
 ) -> Result<Ready, Error> {
     let via = choose(global.via, hosts, || {
-        setup::packages(None, extra, progress)?; // `rdma` may have been missing so far
         let privilege = Privilege::find();
-        Ok(via::module_loads(privilege).is_ok() && Local::make(privilege).is_ok())
+        if via::module_loads(privilege).is_err() {
+            return Ok(false);
+        }
+        setup::packages(None, extra, progress)?; // `rdma` may have been missing so far
+        Ok(Local::make(privilege).is_ok())
     })?;
     if via != Via::Vm {
         setup::packages(None, extra, progress)?;

@@ -54,13 +54,7 @@ const RUN: [Need; 3] = [
     Need {
         package: "rdma-core",
         why: "device rules and services of the RDMA stack",
-        there: || {
-            exists(&[
-                "/usr/sbin/rdma-ndd",
-                "/etc/rdma/modules/rdma.conf",
-                "/usr/libexec/rdma-init-kernel",
-            ])
-        },
+        there: || exists(&["/usr/sbin/rdma-ndd", "/usr/libexec/rdma-init-kernel"]),
     },
     Need {
         package: "iproute2",
