@@ -39,6 +39,9 @@ pub(crate) fn prepare(
     extra: &[String],
     progress: &Progress,
 ) -> Result<Ready, Error> {
+    for dir in global.share.iter().chain(&global.writable) {
+        directory(dir)?; // a wrong one is better said now than after a boot
+    }
     let via = choose(global.via, hosts, || {
         let privilege = Privilege::find();
         if via::module_loads(privilege).is_err() {

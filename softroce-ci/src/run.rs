@@ -33,6 +33,9 @@ pub(crate) fn setup(global: &Global) -> Result<ExitCode, Error> {
 
 /// `cargo softroce run`.
 pub(crate) fn run(global: &Global, args: RunArgs) -> Result<ExitCode, Error> {
+    if args.peer.is_some() && args.hosts != 2 {
+        return Err(Error::Config("--peer needs --hosts 2".to_owned()));
+    }
     let progress = Progress::new(global.quiet);
     let ready = place::prepare(global, args.hosts, &[], &progress)?;
     let mut session = start(&ready, global, args.hosts, &progress)?;
@@ -48,7 +51,6 @@ pub(crate) fn run(global: &Global, args: RunArgs) -> Result<ExitCode, Error> {
         ],
         (2, None, On::Both) => vec![job(0, args.command.clone()), job(1, args.command)],
         (2, None, On::Second) => vec![job(1, args.command)],
-        (_, Some(_), _) => return Err(Error::Config("--peer needs --hosts 2".to_owned())),
         _ => vec![job(0, args.command)],
     };
     let input = jobs[0].spec.stdin;
