@@ -67,11 +67,7 @@ pub(crate) fn boot(
     let firewall = ["/usr/sbin/nft", "/usr/sbin/iptables", "/sbin/iptables"]
         .iter()
         .any(|tool| Path::new(tool).exists());
-    initramfs::write(
-        &initramfs,
-        plan.busybox,
-        &plan.kernel.modules(plan.arch, firewall)?,
-    )?;
+    initramfs::write(&initramfs, plan.busybox, &plan.kernel.modules(firewall)?)?;
     let folders = folders(plan, dir)?;
     let mut machines = Vec::new();
     for host in 1..=plan.hosts {

@@ -5,12 +5,13 @@ use std::process::Command;
 
 use crate::arch::Arch;
 use crate::error::{Context as _, Error};
-use crate::modules::{FIREWALL, Module, NEEDED, Tree, WELCOME};
+use crate::modules::{Module, Tree};
 use crate::progress::Progress;
+use crate::setup::{self, Privilege};
 use crate::signals;
 
 /// Raised when a cached kernel of before no longer serves.
-const FORMAT: &str = "1";
+const FORMAT: &str = "2";
 const UNPACKED_MIB: u64 = 800;
 
 /// A kernel that the VM can boot.
@@ -49,27 +50,24 @@ impl Kernel {
         if let Some(kernel) = Self::cached(cache) {
             return Ok(kernel);
         }
-        let downloaded = download(cache, arch, progress);
+        let downloaded = match download(cache, arch, progress) {
+            // The lists are not there, or too old to fetch from.
+            Err(Error::Kernel(_)) if Privilege::find() != Privilege::None => {
+                setup::apt(Privilege::find(), &["update"], progress)?;
+                download(cache, arch, progress)
+            }
+            other => other,
+        };
         match downloaded {
-            Err(Error::Interrupted(signal)) => Err(Error::Interrupted(signal)),
-            Err(error) => match installed(cache, arch) {
-                Some(kernel) => Ok(kernel),
-                None => Err(error),
-            },
-            ok => ok,
+            Err(error @ Error::Kernel(_)) => installed(cache).ok_or(error),
+            other => other,
         }
     }
 
     /// The modules to load, in order.
-    pub(crate) fn modules(&self, arch: Arch, firewall: bool) -> Result<Vec<Module>, Error> {
+    pub(crate) fn modules(&self, firewall: bool) -> Result<Vec<Module>, Error> {
         let tree = Tree::scan(&self.modules)?;
-        let mut names = NEEDED.to_vec();
-        let mut extra: Vec<&str> = [&WELCOME[..], arch.modules].concat();
-        if firewall {
-            extra.extend(FIREWALL);
-        }
-        names.extend(extra.into_iter().filter(|name| tree.has(name)));
-        tree.resolve(&names)
+        tree.resolve(&tree.wanted(firewall)?)
     }
 }
 
@@ -88,7 +86,7 @@ fn download(cache: &Path, arch: Arch, progress: &Progress) -> Result<Kernel, Err
         .map(|image| with_modules(&image))
         .ok_or_else(|| {
             let why = format!(
-                "apt knows no {} and no linux-image-generic; try `apt-get update`",
+                "apt knows no {} and no linux-image-generic; run `apt-get update` as root",
                 arch.debian_kernel
             );
             Error::Kernel(why)
@@ -130,7 +128,6 @@ fn download(cache: &Path, arch: Arch, progress: &Progress) -> Result<Kernel, Err
         .ok_or_else(|| Error::Kernel(format!("the package {} has no modules", packages[0])))?;
     keep(
         cache,
-        arch,
         &release,
         &unpacked.join(format!("boot/vmlinuz-{release}")),
         modules,
@@ -138,23 +135,9 @@ fn download(cache: &Path, arch: Arch, progress: &Progress) -> Result<Kernel, Err
 }
 
 /// Copies the image and what of the modules may ever be loaded, then marks the whole as good.
-fn keep(
-    cache: &Path,
-    arch: Arch,
-    release: &str,
-    image: &Path,
-    modules: &Path,
-) -> Result<Kernel, Error> {
+fn keep(cache: &Path, release: &str, image: &Path, modules: &Path) -> Result<Kernel, Error> {
     let tree = Tree::scan(modules)?;
-    let missing = tree.lacks(&NEEDED);
-    if !missing.is_empty() {
-        return Err(Error::Kernel(format!(
-            "{release} has no {}",
-            missing.join(", ")
-        )));
-    }
-    let names = [&NEEDED[..], &WELCOME, &FIREWALL, arch.modules].concat();
-    let names: Vec<&str> = names.into_iter().filter(|name| tree.has(name)).collect();
+    let names = tree.wanted(true)?;
     let kernels = cache.join("kernels");
     std::fs::create_dir_all(&kernels).context(|| format!("create {}", kernels.display()))?;
     let dir = tempfile::Builder::new()
@@ -178,14 +161,18 @@ fn keep(
     let place = kernels.join(release);
     let _older_format = std::fs::remove_dir_all(&place);
     let dir = dir.keep();
-    std::fs::rename(&dir, &place)
-        .context(|| format!("rename {} to {}", dir.display(), place.display()))?;
+    let moved = std::fs::rename(&dir, &place);
+    if moved.is_err() && Kernel::at(&place, release).is_some() {
+        let _another_run_was_faster = std::fs::remove_dir_all(&dir);
+    } else {
+        moved.context(|| format!("rename {} to {}", dir.display(), place.display()))?;
+    }
     Kernel::at(&place, release)
         .ok_or_else(|| Error::Kernel(format!("{} is not readable", place.display())))
 }
 
 /// An installed kernel that has everything, readable by us (Ubuntu's images are not, except to root).
-fn installed(cache: &Path, arch: Arch) -> Option<Kernel> {
+fn installed(cache: &Path) -> Option<Kernel> {
     let mut releases: Vec<String> = std::fs::read_dir("/lib/modules")
         .ok()?
         .flatten()
@@ -196,7 +183,6 @@ fn installed(cache: &Path, arch: Arch) -> Option<Kernel> {
         let image = PathBuf::from(format!("/boot/vmlinuz-{release}"));
         keep(
             cache,
-            arch,
             release,
             &image,
             &Path::new("/lib/modules").join(release),

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use crate::cli::{Global, On, RunArgs};
 use crate::error::Error;
+use crate::metadata::Workspace;
 use crate::output::{Plain, Prefixed};
 use crate::place::{self, Ready};
 use crate::progress::Progress;
@@ -15,7 +16,9 @@ use crate::term;
 /// `cargo softroce setup`.
 pub(crate) fn setup(global: &Global) -> Result<ExitCode, Error> {
     let progress = Progress::new(global.quiet);
-    let ready = place::prepare(global, 1, &[], &progress)?;
+    let packages =
+        Workspace::find_if_any()?.map_or(Vec::new(), |workspace| workspace.config.packages);
+    let ready = place::prepare(global, 1, &packages, &progress)?;
     progress.clear();
     if global.json {
         println!(

@@ -63,11 +63,16 @@ const RUN: [Need; 3] = [
     },
 ];
 /// For the VM, besides QEMU.
-const VM: [Need; 2] = [
+const VM: [Need; 3] = [
     Need {
         package: "busybox-static",
         why: "the guest's first steps",
         there: || busybox().is_ok(),
+    },
+    Need {
+        package: "zstd",
+        why: "unpacks Ubuntu's kernel modules",
+        there: || which("zstd").is_some() || !Path::new("/etc/lsb-release").exists(),
     },
     Need {
         package: "util-linux",
