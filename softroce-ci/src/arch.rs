@@ -15,8 +15,6 @@ pub(crate) struct Arch {
     pub(crate) console: &'static str,
     /// Package that depends on the newest kernel image: Debian's.
     pub(crate) debian_kernel: &'static str,
-    /// Modules that only this architecture has.
-    pub(crate) modules: &'static [&'static str],
 }
 
 const X86_64: Arch = Arch {
@@ -25,7 +23,6 @@ const X86_64: Arch = Arch {
     machine: "q35",
     console: "ttyS0",
     debian_kernel: "linux-image-amd64",
-    modules: &["crc32_pclmul"],
 };
 
 /// The kernel is a plain `Image` or a gzipped one; QEMU boots both.
@@ -35,7 +32,6 @@ const AARCH64: Arch = Arch {
     machine: "virt",
     console: "ttyAMA0",
     debian_kernel: "linux-image-arm64",
-    modules: &[],
 };
 
 impl Arch {

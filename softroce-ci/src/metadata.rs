@@ -137,6 +137,17 @@ impl Workspace {
         Self::parse(&output.stdout)
     }
 
+    /// Of the current directory; `None` when it is in no workspace, or there is no cargo.
+    pub(crate) fn find_if_any() -> Result<Option<Self>, Error> {
+        let output = cargo()
+            .args(["metadata", "--format-version", "1", "--no-deps"])
+            .output();
+        match output {
+            Ok(output) if output.status.success() => Self::parse(&output.stdout).map(Some),
+            _ => Ok(None),
+        }
+    }
+
     fn parse(json: &[u8]) -> Result<Self, Error> {
         let unclear = |error| Error::Config(format!("cannot understand what `cargo metadata` says: {error}"));
         let mut workspace: Self = serde_json::from_slice(json).map_err(unclear)?;

@@ -44,8 +44,8 @@ fn run(
     })?;
     let progress = Progress::new(global.quiet);
     let ready = place::prepare(global, 1, &workspace.config.packages, &progress)?;
-    progress.step(&format!("building the {what}"));
     progress.clear();
+    progress.note(&format!("building the {what}"));
     let executable = artifacts::program(what, &program, global.quiet)?;
     let mut visible = vec![workspace.root.clone(), workspace.target_dir.clone()];
     visible.extend(std::env::current_dir());

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use crate::cli::{Global, On, RunArgs};
 use crate::error::Error;
+use crate::metadata::Workspace;
 use crate::output::{Plain, Prefixed};
 use crate::place::{self, Ready};
 use crate::progress::Progress;
@@ -15,7 +16,9 @@ use crate::term;
 /// `cargo softroce setup`.
 pub(crate) fn setup(global: &Global) -> Result<ExitCode, Error> {
     let progress = Progress::new(global.quiet);
-    let ready = place::prepare(global, 1, &[], &progress)?;
+    let packages =
+        Workspace::find_if_any()?.map_or(Vec::new(), |workspace| workspace.config.packages);
+    let ready = place::prepare(global, 1, &packages, &progress)?;
     progress.clear();
     if global.json {
         println!("{}", serde_json::json!({ "via": ready.via.name(), "description": ready.describe() }));
@@ -27,6 +30,9 @@ pub(crate) fn setup(global: &Global) -> Result<ExitCode, Error> {
 
 /// `cargo softroce run`.
 pub(crate) fn run(global: &Global, args: RunArgs) -> Result<ExitCode, Error> {
+    if args.peer.is_some() && args.hosts != 2 {
+        return Err(Error::Config("--peer needs --hosts 2".to_owned()));
+    }
     let progress = Progress::new(global.quiet);
     let ready = place::prepare(global, args.hosts, &[], &progress)?;
     let mut session = start(&ready, global, args.hosts, &progress)?;
@@ -39,7 +45,6 @@ pub(crate) fn run(global: &Global, args: RunArgs) -> Result<ExitCode, Error> {
         (2, Some(line), _) => vec![job(0, args.command), job(1, ["sh", "-c", &line].map(OsString::from).into())],
         (2, None, On::Both) => vec![job(0, args.command.clone()), job(1, args.command)],
         (2, None, On::Second) => vec![job(1, args.command)],
-        (_, Some(_), _) => return Err(Error::Config("--peer needs --hosts 2".to_owned())),
         _ => vec![job(0, args.command)],
     };
     let input = jobs[0].spec.stdin;

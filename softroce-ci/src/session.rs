@@ -1,11 +1,12 @@
 //! A place with a Soft-RoCE device, and commands that run there: one or two guests, or this very host.
 
+mod jobs;
+
 use std::ffi::OsString;
-use std::io::Read as _;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, channel, sync_channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
@@ -16,45 +17,17 @@ use crate::commands::Commands;
 use crate::error::{Context as _, Error};
 use crate::klog::KernelLog;
 use crate::machine::{Event, Machine, is_crash};
-use crate::output::{Output, Stream};
 use crate::signals::{self, Registered};
 use crate::via::{Local, Via};
-use crate::wire::{ExecSpec, Frame, Kind, PEER};
+use crate::wire::{Frame, Kind, PEER};
+
+pub(crate) use jobs::{Job, Outcome};
 
 /// A guest that sends nothing for this long hangs: it shows life every two seconds, however busy its commands are.
 const SILENCE: Duration = Duration::from_secs(90);
 /// How often the loop looks at clocks and signals.
 const TICK: Duration = Duration::from_millis(100);
-/// When one of two hosts has failed, the other one is given this long.
-const AFTER_FAILURE: Duration = Duration::from_secs(10);
-/// How long a killed command may take to be gone.
-const KILL_PATIENCE: Duration = Duration::from_secs(10);
 const EVENTS_IN_FLIGHT: usize = 64;
-
-/// A command for one host.
-pub(crate) struct Job {
-    /// 0 or 1.
-    pub(crate) host: usize,
-    pub(crate) spec: ExecSpec,
-}
-
-/// A job that runs.
-struct Running {
-    host: usize,
-    has_terminal: bool,
-    outcome: Option<Outcome>,
-}
-
-/// How a command ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Outcome {
-    /// By itself, with this status.
-    Exited(i32),
-    /// We killed it: its time was up.
-    TimedOut,
-    /// We killed it: the other host's command had failed.
-    Abandoned,
-}
 
 enum Place {
     Guests(Vec<Machine>),
@@ -117,7 +90,11 @@ impl Session {
             heard: vec![Instant::now()],
             via: local.via(),
             device: local.device().to_owned(),
-            place: Place::Here { commands: Commands::new(out), log: KernelLog::open_at_end().ok(), _device: local },
+            place: Place::Here {
+                commands: Commands::new(out),
+                log: KernelLog::open_at_end().ok(),
+                _device: local,
+            },
             events,
             tell,
             next_channel: 1,
@@ -150,9 +127,18 @@ impl Session {
         ];
         if self.hosts() == 2 {
             let address = crate::guest_device::pair_address;
-            env.push(("SOFTROCE_ADDRESS".into(), address(if host == 0 { 1 } else { 2 }).into()));
-            env.push(("SOFTROCE_PEER".into(), address(if host == 0 { 2 } else { 1 }).into()));
-            env.push(("SOFTROCE_PEER_EXEC".into(), format!("{}/peer-exec", crate::initramfs::RUN).into()));
+            env.push((
+                "SOFTROCE_ADDRESS".into(),
+                address(if host == 0 { 1 } else { 2 }).into(),
+            ));
+            env.push((
+                "SOFTROCE_PEER".into(),
+                address(if host == 0 { 2 } else { 1 }).into(),
+            ));
+            env.push((
+                "SOFTROCE_PEER_EXEC".into(),
+                format!("{}/peer-exec", crate::initramfs::RUN).into(),
+            ));
         }
         env
     }
@@ -162,7 +148,9 @@ impl Session {
         let mut waiting = 0;
         match &mut self.place {
             Place::Here { log, .. } => {
-                let lines = log.iter_mut().flat_map(|log| std::iter::from_fn(|| log.next()));
+                let lines = log
+                    .iter_mut()
+                    .flat_map(|log| std::iter::from_fn(|| log.next()));
                 self.kernel_log.extend(lines);
             }
             Place::Guests(machines) => {
@@ -179,96 +167,6 @@ impl Session {
             }
         }
         Ok(std::mem::take(&mut self.kernel_log))
-    }
-
-    /// Runs the jobs side by side to their ends. With `input`, our standard input goes to the first one.
-    ///
-    /// A time-out kills the commands, and the place stays usable; a crash or a hang is an error and it is not.
-    pub(crate) fn run(
-        &mut self,
-        jobs: Vec<Job>,
-        timeout: Option<Duration>,
-        input: bool,
-        output: &mut dyn Output,
-    ) -> Result<Vec<Outcome>, Error> {
-        let result = self.run_jobs(jobs, timeout, input, output);
-        output.flush();
-        result
-    }
-
-    fn run_jobs(
-        &mut self,
-        jobs: Vec<Job>,
-        timeout: Option<Duration>,
-        input: bool,
-        output: &mut dyn Output,
-    ) -> Result<Vec<Outcome>, Error> {
-        let first = self.next_channel;
-        let mut runs = Vec::new();
-        for Job { host, spec } in jobs {
-            let body = serde_json::to_vec(&spec).map_err(std::io::Error::from);
-            let body = body.context(|| "encode a command".to_owned())?;
-            self.send(host, Frame::new(Kind::Exec, self.next_channel, body));
-            self.next_channel += 1;
-            runs.push(Running { host, has_terminal: spec.pty.is_some(), outcome: None });
-        }
-        let input_to = runs.first().map_or(0, |run| run.host);
-        let feeder = input.then(|| feed_standard_input(self.tell.clone()));
-        let mut size = crate::term::size();
-        let mut end = timeout.map(|timeout| (Instant::now() + timeout, Outcome::TimedOut));
-        let mut killed: Option<Instant> = None;
-        while runs.iter().any(|run| run.outcome.is_none()) {
-            let event = self.next_event()?;
-            let now = Instant::now();
-            if killed.is_none() && end.is_some_and(|(at, _)| now >= at) {
-                killed = Some(now);
-                self.kill(&runs, first);
-            }
-            if killed.is_some_and(|at| now > at + KILL_PATIENCE) {
-                return Err(self.hung(input_to, KILL_PATIENCE));
-            }
-            if runs.first().is_some_and(|run| run.has_terminal) && crate::term::size() != size {
-                size = crate::term::size();
-                let body = [size.0.to_le_bytes(), size.1.to_le_bytes()].concat();
-                self.send(input_to, Frame::new(Kind::Resize, first, body));
-            }
-            let (host, frame) = match event {
-                Some(Event::Frame(host, frame)) => (host, frame),
-                Some(Event::Input(bytes)) => {
-                    let kind = if bytes.is_empty() { Kind::StdinEnd } else { Kind::Stdin };
-                    self.send(input_to, Frame::new(kind, first, bytes));
-                    continue;
-                }
-                _ => continue,
-            };
-            // Frames of earlier commands, killed and late, have smaller channels.
-            let index = frame.channel.checked_sub(first).and_then(|index| usize::try_from(index).ok());
-            let Some(run) = index.and_then(|index| runs.get_mut(index)) else {
-                continue;
-            };
-            match frame.kind {
-                Kind::Stdout => output.bytes(host, Stream::Out, &frame.body),
-                Kind::Stderr => output.bytes(host, Stream::Err, &frame.body),
-                Kind::StdinAck => drop(feeder.as_ref().map(|more| more.send(()))),
-                Kind::Exit => {
-                    let status = frame.number();
-                    let why_killed = killed.and(end).map(|(_, why)| why);
-                    run.outcome = Some(why_killed.unwrap_or(Outcome::Exited(status)));
-                    let soon = now + AFTER_FAILURE;
-                    if status != 0 && end.is_none_or(|(at, _)| at > soon) {
-                        end = Some((soon, Outcome::Abandoned));
-                    }
-                }
-                _ => {}
-            }
-        }
-        Ok(runs.into_iter().filter_map(|run| run.outcome).collect())
-    }
-
-    fn kill(&mut self, runs: &[Running], first: u32) {
-        for (run, channel) in runs.iter().zip(first..).filter(|(run, _)| run.outcome.is_none()) {
-            self.send(run.host, Frame::new(Kind::Signal, channel, Signal::KILL.as_raw().to_le_bytes()));
-        }
     }
 
     fn send(&mut self, host: usize, frame: Frame) {
@@ -311,7 +209,11 @@ impl Session {
                 if self.verbose {
                     eprintln!("console {}: {line}", host + 1);
                 }
-                if is_crash(&line) { Err(self.lost(host)) } else { Ok(None) }
+                if is_crash(&line) {
+                    Err(self.lost(host))
+                } else {
+                    Ok(None)
+                }
             }
             Event::Closed(host) => Err(self.lost(host)),
             input @ Event::Input(_) => Ok(Some(input)),
@@ -325,7 +227,10 @@ impl Session {
         } else if frame.kind == Kind::Exec {
             let why = "cargo softroce: there is no second host; use --hosts 2\n";
             self.send(from, Frame::new(Kind::Stderr, frame.channel, why));
-            self.send(from, Frame::new(Kind::Exit, frame.channel, 125_i32.to_le_bytes()));
+            self.send(
+                from,
+                Frame::new(Kind::Exit, frame.channel, 125_i32.to_le_bytes()),
+            );
         }
     }
 
@@ -333,14 +238,22 @@ impl Session {
         if matches!(self.place, Place::Here { .. }) {
             return Ok(None);
         }
-        match self.heard.iter().position(|heard| heard.elapsed() > SILENCE) {
+        match self
+            .heard
+            .iter()
+            .position(|heard| heard.elapsed() > SILENCE)
+        {
             Some(host) => Err(self.hung(host, SILENCE)),
             None => Ok(None),
         }
     }
 
     fn host_name(&self, host: usize) -> String {
-        if self.hosts() == 1 { "the guest".to_owned() } else { format!("host {}", host + 1) }
+        if self.hosts() == 1 {
+            "the guest".to_owned()
+        } else {
+            format!("host {}", host + 1)
+        }
     }
 
     fn hung(&mut self, index: usize, silent: Duration) -> Error {
@@ -349,7 +262,11 @@ impl Session {
             Place::Guests(machines) => machines[index].console.tail(),
             Place::Here { .. } => "    (this host; see dmesg)".to_owned(),
         };
-        Error::Hung { host, seconds: silent.as_secs(), console }
+        Error::Hung {
+            host,
+            seconds: silent.as_secs(),
+            console,
+        }
     }
 
     /// The error for a guest whose kernel has crashed or whose QEMU is ending.
@@ -360,7 +277,10 @@ impl Session {
         };
         let ended = machines[index].last_words(&self.events);
         if machines[index].console.shows_crash() {
-            return Error::Crashed { host, console: machines[index].console.tail() };
+            return Error::Crashed {
+                host,
+                console: machines[index].console.tail(),
+            };
         }
         ended
     }
@@ -378,22 +298,6 @@ impl Drop for Session {
     }
 }
 
-/// Reads standard input chunk by chunk, each after the one before was taken. The thread stays blocked in its last read,
-/// which ends with the process.
-fn feed_standard_input(tell: SyncSender<Event>) -> std::sync::mpsc::Sender<()> {
-    let (taken, more) = channel();
-    std::thread::spawn(move || {
-        let mut chunk = vec![0; 32 << 10];
-        loop {
-            let n = std::io::stdin().read(&mut chunk).unwrap_or(0);
-            if tell.send(Event::Input(chunk[..n].to_vec())).is_err() || n == 0 || more.recv().is_err() {
-                return;
-            }
-        }
-    });
-    taken
-}
-
 fn registered_temporary() -> Result<(TempDir, Registered), Error> {
     let dir = temporary()?;
     let registered = signals::register_dir(dir.path().to_path_buf());
@@ -404,7 +308,13 @@ fn registered_temporary() -> Result<(TempDir, Registered), Error> {
 pub(crate) fn temporary() -> Result<TempDir, Error> {
     const PATH_MAX_BYTES: usize = 80;
     let base = std::env::temp_dir();
-    let base = if base.as_os_str().as_bytes().len() < PATH_MAX_BYTES - 20 { base } else { "/tmp".into() };
-    let dir = tempfile::Builder::new().prefix("softroce-").tempdir_in(&base);
+    let base = if base.as_os_str().as_bytes().len() < PATH_MAX_BYTES - 20 {
+        base
+    } else {
+        "/tmp".into()
+    };
+    let dir = tempfile::Builder::new()
+        .prefix("softroce-")
+        .tempdir_in(&base);
     dir.context(|| format!("create a directory in {}", base.display()))
 }

@@ -13,7 +13,7 @@ pub(crate) const PEER: u32 = 1 << 31;
 /// Set beside [`PEER`] when guest 2 asked.
 pub(crate) const PEER_OF_SECOND: u32 = 1 << 30;
 /// The largest body, in bytes: a longer one means that the stream is out of step.
-const BODY_MAX_BYTES: u32 = 4 << 20;
+const BODY_MAX_BYTES: u32 = 16 << 20;
 const HEADER_BYTES: usize = 9;
 
 /// What a frame says.
