@@ -6,13 +6,14 @@
 use std::{
     io::Read as _,
     process::{ExitCode, ExitStatus, Stdio},
+    sync::Arc,
     time::Duration,
 };
 
 use tokio::{
     io::{AsyncBufReadExt as _, BufReader},
     process::{Child, Command},
-    sync::{oneshot, watch},
+    sync::{Notify, oneshot, watch},
     time::timeout,
 };
 use verbs_transport::{Config, Worker, WorkerAddress};
@@ -36,7 +37,7 @@ pub(crate) struct End {
 /// The other process.
 pub(crate) enum Second {
     /// A child of ours.
-    Child { address: Option<oneshot::Receiver<WorkerAddress>>, end: watch::Receiver<Option<End>> },
+    Child { address: Option<oneshot::Receiver<WorkerAddress>>, end: watch::Receiver<Option<End>>, kill: Arc<Notify> },
     /// On another machine: its address came from the command line.
     Elsewhere { address: WorkerAddress },
 }
@@ -51,8 +52,9 @@ impl Second {
         let child = command.spawn().map_err(failed)?;
         let (address_in, address) = oneshot::channel();
         let (end_in, end) = watch::channel(None);
-        tokio::spawn(watch_child(child, address_in, end_in));
-        Ok(Self::Child { address: Some(address), end })
+        let kill = Arc::new(Notify::new());
+        tokio::spawn(watch_child(child, address_in, end_in, kill.clone()));
+        Ok(Self::Child { address: Some(address), end, kill })
     }
 
     /// It runs already, elsewhere.
@@ -107,22 +109,33 @@ impl Second {
         }
     }
 
-    /// The better reason: a child that died says why, if it does so at once.
+    /// After a failure: ends a child that lives, and gives the better reason, for one that died by itself says why.
     pub(crate) async fn explain(&mut self, problem: Problem) -> Problem {
-        match timeout(Duration::from_millis(500), self.death()).await {
-            Ok(death) => death,
-            Err(_) => problem,
+        let moment = Duration::from_millis(500);
+        if let Ok(death) = timeout(moment, self.death()).await {
+            return death;
         }
+        if let Self::Child { kill, .. } = self {
+            kill.notify_one();
+            let _ = timeout(moment, self.death()).await;
+        }
+        problem
     }
 }
 
 /// Reads the child's lines and waits for its end. Dropped with the runtime, it takes the child down.
-async fn watch_child(mut child: Child, address: oneshot::Sender<WorkerAddress>, end: watch::Sender<Option<End>>) {
+async fn watch_child(
+    mut child: Child,
+    address: oneshot::Sender<WorkerAddress>,
+    end: watch::Sender<Option<End>>,
+    kill: Arc<Notify>,
+) {
     // Held open: its closing is the sign to end.
     let _stdin = child.stdin.take();
     let mut address = Some(address);
     let mut error = None;
-    if let Some(stdout) = child.stdout.take() {
+    let lines = async {
+        let Some(stdout) = child.stdout.take() else { return };
         let mut lines = BufReader::new(stdout).lines();
         while let Ok(Some(line)) = lines.next_line().await {
             match line.split_once(' ') {
@@ -134,8 +147,15 @@ async fn watch_child(mut child: Child, address: oneshot::Sender<WorkerAddress>, 
                 _ => {}
             }
         }
+    };
+    tokio::select! {
+        () = lines => {}
+        () = kill.notified() => drop(child.start_kill()),
     }
-    let status = child.wait().await;
+    let status = tokio::select! {
+        status = child.wait() => status,
+        () = kill.notified() => child.kill().await.and_then(|()| child.try_wait()).map(Option::unwrap_or_default),
+    };
     let words = match (error, &status) {
         (Some(error), _) => format!("failed: {error}"),
         (None, Ok(status)) => in_words(*status),
