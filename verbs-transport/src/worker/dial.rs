@@ -44,7 +44,12 @@ async fn dial_until_done<F: Fabric>(shared: &Arc<Shared<F>>, peer: &Arc<Peer<F>>
                     () = changed => {}
                 }
             }
-            Step::Dial(hello, addrs) => dial_once(shared, peer, &hello, &addrs).await,
+            Step::Dial(hello, addrs) => {
+                tokio::select! {
+                    () = dial_once(shared, peer, &hello, &addrs) => {}
+                    () = shared.stopping() => return,
+                }
+            }
         }
     }
 }

@@ -18,7 +18,7 @@ use super::{
     shared::Shared,
 };
 use crate::{
-    fabric::{AsyncEvent, Fabric, FabricError, FabricQp, POST_BATCH, RecvSlab, Wc, WcStatus, WrSeq},
+    fabric::{AsyncEvent, Fabric, FabricError, FabricQp, POST_BATCH, RecvSlab, Wc, WrSeq},
     proto::{
         assembly::Incoming,
         frame::{HEADER_BYTES, MessageType},
@@ -115,15 +115,14 @@ impl<F: Fabric> Driver<F> {
             Wc::ReceiveFailed { qpn, slab, status } => {
                 self.reposts.push(slab);
                 shared.counters.receives_failed.add(1);
-                if status != WcStatus::Flushed {
-                    shared.end_live(qpn, &Arc::new(EpochEnd::Receive { status }), effects);
-                }
+                // Flushed or failed, the QP is in ERR.
+                shared.end_live(qpn, &Arc::new(EpochEnd::Receive { status }), effects);
             }
-            Wc::Send { qpn, seq } => self.on_send(shared, qpn, seq, None, effects),
+            Wc::Send { qpn, seq } => self.on_send(shared, qpn, seq, false, effects),
             Wc::SendFailed { qpn, seq, status, vendor_err } => {
                 let cause = Arc::new(EpochEnd::WorkRequest { status, vendor_err });
                 shared.end_live(qpn, &cause, effects);
-                self.on_send(shared, qpn, seq, Some(cause), effects);
+                self.on_send(shared, qpn, seq, true, effects);
             }
         }
     }
@@ -181,36 +180,27 @@ impl<F: Fabric> Driver<F> {
     }
 
     /// A send completion: of a live epoch, or of one that is being flushed.
-    fn on_send(
-        &mut self,
-        shared: &Arc<Shared<F>>,
-        qpn: u32,
-        seq: WrSeq,
-        failure: Option<Arc<EpochEnd>>,
-        effects: &mut Effects,
-    ) {
+    fn on_send(&mut self, shared: &Arc<Shared<F>>, qpn: u32, seq: WrSeq, failed: bool, effects: &mut Effects) {
         let Some(peer) = shared.route(qpn) else {
             shared.counters.stale_completions.add(1);
             return;
         };
-        let id = peer.id;
         {
             let mut state = peer.lock();
             if let Some((_, link)) = live(&mut state, qpn) {
-                // Failures end the epoch first, so this one is good.
-                let cause = failure.unwrap_or_else(|| Arc::new(EpochEnd::Replaced));
-                link.on_send_done(seq, |op, ended| shared.retire_op(id, op, ended, &cause, effects));
+                // A failure ends the epoch first, so this completion is good.
+                link.on_send_done(seq, |op, _| shared.release_op(op));
                 self.touch(&peer, &mut state);
                 return;
             }
         }
         self.adopt_retired(shared);
-        let Some(Retired { link: Some(link), cause, .. }) = self.retired.get_mut(&qpn) else {
+        let Some(Retired { peer: id, link: Some(link), cause, .. }) = self.retired.get_mut(&qpn) else {
             shared.counters.stale_completions.add(1);
             return;
         };
-        let each = |op, ended| shared.retire_op(id, op, ended, cause, effects);
-        if failure.is_some() {
+        let each = |op, ended| shared.retire_op(*id, op, ended, cause, effects);
+        if failed {
             link.on_send_failed(seq, each);
         } else {
             link.on_send_done(seq, each);
@@ -385,6 +375,8 @@ impl<F: Fabric> Driver<F> {
                 };
                 return Err(FabricError { what, source: std::io::Error::other("reported by an async event") });
             }
+            // Each QP that ends says so on a NIC.
+            AsyncEvent::QpLastWqe { qpn } => tracing::debug!(qpn, "the last receive of the QP is in"),
             other => tracing::info!(event = ?other, "async event"),
         }
         Ok(())

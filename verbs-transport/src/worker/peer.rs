@@ -228,7 +228,7 @@ impl<F: Fabric> Peer<F> {
                 Filled::Idle if moved => {}
                 Filled::NoSlab => {
                     if !std::mem::replace(starved, true) {
-                        shared.starved.push(self.clone());
+                        shared.starve(self);
                     }
                     break;
                 }
@@ -321,6 +321,13 @@ fn begin_flush<Q: FabricQp>(qp: &Q, link: Option<&mut Link>) -> Result<(), Box<d
 }
 
 impl<F: Fabric> Shared<F> {
+    /// One operation is done: its slab goes back, its frame has arrived.
+    pub(crate) fn release_op(&self, op: InFlight) {
+        if let Some(slab) = op.slab {
+            self.give_slab(slab);
+        }
+    }
+
     /// One operation has ended: its slab goes back, its frame is dropped or reported.
     pub(crate) fn retire_op(
         &self,
