@@ -1,4 +1,4 @@
-//! From the options to a place with a device: which way, what is missing, and then the session.
+//! From the options to a place with a device: which way, what is missing, and then the testbed.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -11,14 +11,14 @@ use crate::kernel::Kernel;
 use crate::kvm;
 use crate::progress::Progress;
 use crate::qemu::Accel;
-use crate::session::Session;
 use crate::setup::{self, Privilege};
+use crate::testbed::Testbed;
 use crate::via::{self, Local, Via};
 use crate::wire::ExecSpec;
 
 const DEFAULT_MEMORY_MIB: u64 = 4096;
 
-/// Everything is there; a session can start.
+/// Everything is there; a testbed can start.
 pub(crate) struct Ready {
     /// The way that was chosen.
     pub(crate) via: Via,
@@ -130,7 +130,7 @@ impl Ready {
         hosts: u8,
         visible: &[PathBuf],
         progress: &Progress,
-    ) -> Result<Session, Error> {
+    ) -> Result<Testbed, Error> {
         let share = global.share.as_deref().map(directory).transpose()?;
         let Some(vm) = &self.vm else {
             let privilege = Privilege::find();
@@ -145,7 +145,7 @@ impl Ready {
                 why: "the device has just gone".to_owned(),
             };
             progress.clear();
-            return Session::here(local.ok_or_else(gone)?, share.as_deref());
+            return Testbed::here(local.ok_or_else(gone)?, share.as_deref());
         };
         let writable = global
             .writable
@@ -155,7 +155,7 @@ impl Ready {
         let mut visible: Vec<PathBuf> = visible.iter().filter(|dir| hidden(dir)).cloned().collect();
         visible.sort();
         visible.dedup();
-        Session::guests(&Plan {
+        Testbed::guests(&Plan {
             arch: vm.arch,
             accel: vm.accel,
             kernel: &vm.kernel,
@@ -211,7 +211,7 @@ fn default_memory(hosts: u8) -> u64 {
 
 /// A command with the environment and directory of ours, as far as they mean something there.
 pub(crate) fn command(
-    session: &Session,
+    testbed: &Testbed,
     host: usize,
     argv: Vec<OsString>,
     global: &Global,
@@ -221,7 +221,7 @@ pub(crate) fn command(
         .collect();
     env.retain(|(name, _)| name != "PATH");
     env.push(("PATH".into(), setup::search_path().into()));
-    env.extend(session.environment(host));
+    env.extend(testbed.environment(host));
     for setting in &global.env {
         match setting.split_once('=') {
             Some((name, value)) => env.push((name.into(), value.into())),

@@ -15,8 +15,8 @@ use crate::place::{self, Ready};
 use crate::progress::Progress;
 use crate::report::{Counting, Counts, Report, Row};
 use crate::run;
-use crate::session::{Job, Outcome, Session};
 use crate::setup;
+use crate::testbed::{Job, Outcome, Testbed};
 use crate::wire::ExecSpec;
 
 /// After this many guests that crashed or hung, the rest is given up.
@@ -129,7 +129,7 @@ impl Run<'_> {
     }
 
     fn host(&mut self, binaries: &[&Binary]) -> Result<(), Error> {
-        let mut session = Session::bare()?;
+        let mut testbed = Testbed::bare()?;
         for binary in binaries {
             let mut env = environment();
             env.extend(test_env(binary));
@@ -141,7 +141,7 @@ impl Run<'_> {
                 sweep: true,
                 ..ExecSpec::default()
             };
-            self.one(&mut session, &binary.name, Where::Host, spec)?;
+            self.one(&mut testbed, &binary.name, Where::Host, spec)?;
         }
         if !self.workspace.packages.iter().any(Package::doctests) {
             return Ok(());
@@ -168,16 +168,16 @@ impl Run<'_> {
             sweep: true,
             ..ExecSpec::default()
         };
-        self.one(&mut session, "documentation", Where::Host, spec)
+        self.one(&mut testbed, "documentation", Where::Host, spec)
     }
 
     fn device(&mut self, ready: &Ready, hosts: u8, binaries: &[&Binary]) -> Result<(), Error> {
-        let mut session = None;
+        let mut testbed = None;
         let mut lost = 0;
         for (index, binary) in binaries.iter().enumerate() {
-            let there = session.take().map_or_else(|| self.start(ready, hosts), Ok);
+            let there = testbed.take().map_or_else(|| self.start(ready, hosts), Ok);
             let mut there = match there {
-                Ok(session) => session,
+                Ok(testbed) => testbed,
                 Err(error) => {
                     for binary in &binaries[index..] {
                         self.cannot_run(binary, "no device");
@@ -191,7 +191,7 @@ impl Run<'_> {
             spec.cwd = binary.dir.clone().into();
             spec.sweep = true;
             match self.one(&mut there, &binary.name, binary.place, spec) {
-                Ok(()) => session = Some(there),
+                Ok(()) => testbed = Some(there),
                 Err(error @ (Error::Crashed { .. } | Error::Hung { .. } | Error::Qemu { .. }))
                     if lost < LOST_MAX =>
                 {
@@ -209,15 +209,15 @@ impl Run<'_> {
         Ok(())
     }
 
-    fn start(&mut self, ready: &Ready, hosts: u8) -> Result<Session, Error> {
+    fn start(&mut self, ready: &Ready, hosts: u8) -> Result<Testbed, Error> {
         let mut visible: Vec<PathBuf> = vec![
             self.workspace.root.clone(),
             self.workspace.target_dir.clone(),
         ];
         visible.extend(std::env::current_dir());
-        let session = ready.start(self.global, hosts, &visible, self.progress)?;
-        self.report.device = format!("{} ({})", session.device, ready.describe());
-        Ok(session)
+        let testbed = ready.start(self.global, hosts, &visible, self.progress)?;
+        self.report.device = format!("{} ({})", testbed.device, ready.describe());
+        Ok(testbed)
     }
 
     fn argv(&self, first: OsString) -> Vec<OsString> {
@@ -231,7 +231,7 @@ impl Run<'_> {
     /// Runs one binary and adds its row, whatever happens to it.
     fn one(
         &mut self,
-        session: &mut Session,
+        testbed: &mut Testbed,
         name: &str,
         place: Where,
         spec: ExecSpec,
@@ -241,7 +241,7 @@ impl Run<'_> {
             .note(&format!("running {name} ({})", place.name()));
         let start = Instant::now();
         let mut counting = Counting::new(&mut *self.output);
-        let result = session.run(
+        let result = testbed.run(
             vec![Job { host: 0, spec }],
             run::timeout(self.global),
             false,
@@ -249,7 +249,7 @@ impl Run<'_> {
         );
         let counts = counting.into_counts();
         let log = if result.is_ok() {
-            session.take_kernel_log()
+            testbed.take_kernel_log()
         } else {
             Ok(Vec::new())
         };

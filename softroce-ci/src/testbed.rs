@@ -40,7 +40,7 @@ enum Place {
 }
 
 /// The place. Dropping it ends the guests, or removes the device that was made, and what was temporary.
-pub(crate) struct Session {
+pub(crate) struct Testbed {
     place: Place,
     events: Receiver<Event>,
     tell: SyncSender<Event>,
@@ -57,7 +57,7 @@ pub(crate) struct Session {
     _dir: (TempDir, Registered),
 }
 
-impl Session {
+impl Testbed {
     /// Boots the guests.
     pub(crate) fn guests(plan: &boot::Plan) -> Result<Self, Error> {
         let (dir, registered) = registered_temporary()?;
@@ -286,7 +286,7 @@ impl Session {
     }
 }
 
-impl Drop for Session {
+impl Drop for Testbed {
     fn drop(&mut self) {
         if let Place::Here { commands, .. } = &mut self.place {
             for (signal, wait) in [(Signal::TERM, 300), (Signal::KILL, 50)] {

@@ -1,4 +1,4 @@
-//! Commands that run side by side in a session: input, output, the time that is theirs, and their ends.
+//! Commands that run side by side in a testbed: input, output, the time that is theirs, and their ends.
 
 use std::io::Read as _;
 use std::sync::mpsc::{SyncSender, channel};
@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
-use super::Session;
+use super::Testbed;
 use crate::error::{Context as _, Error};
 use crate::machine::Event;
 use crate::output::{Output, Stream};
@@ -42,7 +42,7 @@ pub(crate) enum Outcome {
     Abandoned,
 }
 
-impl Session {
+impl Testbed {
     /// Runs the jobs side by side to their ends. With `input`, our standard input goes to the first one.
     ///
     /// A time-out kills the commands, and the place stays usable; a crash or a hang is an error and it is not.
