@@ -291,3 +291,6 @@ const MAX_SOCKET_ADDRESSES: usize = 8;
 const MAX_DEVICE_HINTS: usize = 32;
 /// Of the whole map, other transports' entries included.
 const MAX_ADDRESS_BYTES: usize = 64 << 10;
+
+#[cfg(test)]
+mod tests;

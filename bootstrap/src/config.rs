@@ -152,14 +152,15 @@ mod tests {
 
     #[test]
     fn each_number_out_of_range_is_named() {
-        let cases: [(&str, fn(&mut Config)); 9] = [
+        type Spoil = fn(&mut Config);
+        let cases: [(&str, Spoil); 9] = [
             ("deadline in ms", |c| c.deadline = Duration::from_millis(9)),
             ("parallel_exchanges", |c| c.parallel_exchanges = 0),
             ("max_pending", |c| c.max_pending = 65_537),
             ("tcp.receive_buffer_bytes", |c| c.tcp.receive_buffer_bytes = Some(1)),
             ("tcp.send_buffer_bytes", |c| c.tcp.send_buffer_bytes = Some(0)),
             ("tcp.keepalive.idle in ms", |c| {
-                c.tcp.keepalive = Some(Keepalive { idle: Duration::ZERO, ..Keepalive::default() })
+                c.tcp.keepalive = Some(Keepalive { idle: Duration::ZERO, ..Keepalive::default() });
             }),
             ("tcp.keepalive.interval in ms", |c| {
                 c.tcp.keepalive = Some(Keepalive { interval: Duration::MAX, ..Keepalive::default() });

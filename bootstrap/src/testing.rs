@@ -1,8 +1,15 @@
-//! Offers for tests.
+//! Offers and an acceptor for tests.
 
-use crate::types::{
-    Generation, Gid, GidType, Incarnation, InstanceId, LinkLayer, Mtu, Offer, PortIdentity, Psn, QpEndpoint, Qpn,
-    RdAtomic,
+use std::{sync::Mutex, time::Duration};
+
+use crate::{
+    life::LifeSocket,
+    listen::{AcceptError, Acceptor},
+    status::Refusal,
+    types::{
+        Generation, Gid, GidType, Incarnation, InstanceId, LinkLayer, Mtu, Offer, PortIdentity, Psn, QpEndpoint, Qpn,
+        RdAtomic,
+    },
 };
 
 /// An offer from run `from.1` of `from.0` to run `to.1` of `to.0`; QP number and PSN follow from `qpn`.
@@ -37,4 +44,56 @@ pub(crate) fn offer(from: (u128, u64), to: (u128, u64), generation: u64, echoed:
 
 pub(crate) fn endpoint(qpn: u32) -> QpEndpoint {
     QpEndpoint { qpn: Qpn::new(qpn).expect("a test's QP number"), psn: Psn::from_random(qpn.wrapping_mul(0x9e37)) }
+}
+
+/// An acceptor that answers every hello and writes down what it hears.
+pub(crate) struct Recorder<S> {
+    /// What `on_hello` does after `pause`.
+    pub(crate) answer: Result<Offer, Refusal>,
+    pub(crate) pause: Duration,
+    pub(crate) must_prove_alive: bool,
+    pub(crate) heard: Mutex<Vec<Heard<S>>>,
+}
+
+#[derive(Debug)]
+pub(crate) enum Heard<S> {
+    Hello(Offer),
+    Ready(Offer, LifeSocket<S>),
+    Abandoned(AcceptError),
+}
+
+impl<S> Recorder<S> {
+    pub(crate) fn new(answer: Result<Offer, Refusal>) -> Self {
+        Self { answer, pause: Duration::ZERO, must_prove_alive: true, heard: Mutex::new(Vec::new()) }
+    }
+
+    pub(crate) fn take(&self) -> Vec<Heard<S>> {
+        std::mem::take(&mut self.heard.lock().expect("no test panics holding it"))
+    }
+
+    fn note(&self, heard: Heard<S>) {
+        self.heard.lock().expect("no test panics holding it").push(heard);
+    }
+}
+
+impl<S: Send + 'static> Acceptor for Recorder<S> {
+    type Stream = S;
+
+    fn must_prove_alive(&self, _hello: &Offer) -> bool {
+        self.must_prove_alive
+    }
+
+    async fn on_hello(&self, hello: Offer) -> Result<Offer, Refusal> {
+        self.note(Heard::Hello(hello));
+        tokio::time::sleep(self.pause).await;
+        self.answer.clone()
+    }
+
+    fn on_ready(&self, hello: Offer, _reply: Offer, life: LifeSocket<S>) {
+        self.note(Heard::Ready(hello, life));
+    }
+
+    fn on_abandoned(&self, _hello: Offer, _reply: Offer, why: AcceptError) {
+        self.note(Heard::Abandoned(why));
+    }
 }

@@ -308,3 +308,6 @@ const MAX_DETAIL_BYTES: usize = 512;
 /// Big endian, fixed-width integers (an enum's variant and a length are 4 and 8 bytes), at most one frame.
 const CONFIG: Configuration<BigEndian, Fixint, Limit<MAX_FRAME_BYTES>> =
     bincode::config::standard().with_big_endian().with_fixed_int_encoding().with_limit::<MAX_FRAME_BYTES>();
+
+#[cfg(test)]
+mod tests;

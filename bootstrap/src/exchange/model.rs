@@ -140,19 +140,23 @@ impl World {
             Event::Hello { dial } => {
                 let acceptor = 1 - dial.from;
                 if self.nodes[acceptor].exchange.would_replace(&dial.hello) {
-                    self.send(Event::Challenge { dial });
+                    self.send(&Event::Challenge { dial });
                 } else {
                     self.hello(dial, false);
                 }
             }
-            Event::Challenge { dial } if self.waits(&dial) => self.send(Event::Proof { dial }),
+            Event::Challenge { dial } if self.waits(&dial) => self.send(&Event::Proof { dial }),
             // Between proof and decision the acceptor sees a dead dialer's closed socket.
             Event::Proof { dial } if self.lives(&dial) => self.hello(dial, true),
-            Event::Challenge { .. } | Event::Proof { .. } => {}
             Event::Reply { dial, reply } if self.waits(&dial) => self.reply(&dial, &reply),
             Event::Refused { dial, status } if self.waits(&dial) => self.dial_failed(dial.from, Some(status)),
             Event::DialTimeout { dial } if self.waits(&dial) => self.dial_failed(dial.from, None),
-            Event::Reply { .. } | Event::Refused { .. } | Event::DialTimeout { .. } => {}
+            // Whoever it was for is gone.
+            Event::Challenge { .. }
+            | Event::Proof { .. }
+            | Event::Reply { .. }
+            | Event::Refused { .. }
+            | Event::DialTimeout { .. } => {}
             Event::BroughtUp { node, incarnation, generation, fails } => {
                 if self.nodes[node].incarnation == incarnation {
                     self.brought_up(node, generation, fails);
@@ -184,7 +188,7 @@ impl World {
                 let dial = Dial { id: self.next_dial, from: node, hello };
                 assert!(self.nodes[node].dialing.replace(dial.id).is_none(), "one dial at most");
                 self.at(self.now_ms + DIAL_MS, Event::DialTimeout { dial: dial.clone() });
-                self.send(Event::Hello { dial });
+                self.send(&Event::Hello { dial });
             }
             DialStart::Wait { until } => {
                 let wait = u64::try_from((until - now).as_millis()).expect("short") + 1;
@@ -224,7 +228,7 @@ impl World {
                     self.nodes[node].waiting.push((generation.0, dial));
                 }
             }
-            HelloVerdict::Refuse(refusal) => self.send(Event::Refused { dial, status: refusal.status }),
+            HelloVerdict::Refuse(refusal) => self.send(&Event::Refused { dial, status: refusal.status }),
         }
     }
 
@@ -372,7 +376,7 @@ impl World {
         // Their hellos end with a refusal.
         let waiting = std::mem::take(&mut self.nodes[node].waiting);
         for (_, dial) in waiting {
-            self.send(Event::Refused { dial, status: Status::Internal });
+            self.send(&Event::Refused { dial, status: Status::Internal });
         }
     }
 
@@ -388,7 +392,7 @@ impl World {
         let generation = self.nodes[node].exchange.generation().expect("an epoch answers").0;
         let mut reply = self.offer(node, generation, dial.hello.generation.0);
         reply.to_incarnation = dial.hello.from_incarnation;
-        self.send(Event::Reply { dial, reply });
+        self.send(&Event::Reply { dial, reply });
     }
 
     fn offer(&self, node: usize, generation: u64, echoed: u64) -> Offer {
@@ -397,7 +401,7 @@ impl World {
     }
 
     /// Sends over the network of the hour.
-    fn send(&mut self, event: Event) {
+    fn send(&mut self, event: &Event) {
         let (lost, doubled, longest) = if self.calm() { (0, 0, 500) } else { (20, 15, 20_000) };
         if self.chance(lost) {
             return;

@@ -1,6 +1,9 @@
 //! Every state meets every event; then what single rules promise.
 
-use std::time::{Duration, Instant};
+use std::{
+    fmt::Write,
+    time::{Duration, Instant},
+};
 
 use super::*;
 use crate::testing::offer;
@@ -174,7 +177,7 @@ fn every_state_meets_every_event() {
             // One second later no back-off of a first failure is left.
             let mut exchange = in_state(state, now);
             let verdict = apply(&mut exchange, event, now + Duration::from_secs(1));
-            table += &format!("{event} | {state} | {verdict} | {}\n", shown(&exchange));
+            writeln!(table, "{event} | {state} | {verdict} | {}", shown(&exchange)).expect("a String takes it");
         }
     }
     let expected = include_str!("table.txt");

@@ -1,2 +1,5 @@
 //! The `cargo softroce` command.
-fn main() {}
+
+fn main() -> std::process::ExitCode {
+    softroce_ci::main(std::env::args_os())
+}

@@ -14,6 +14,11 @@ use std::fmt;
 /// Bytes of the fixed header.
 pub const HEADER_BYTES: usize = 8;
 
+/// The same, as the wire counts.
+pub const HEADER_BYTES_U32: u32 = 8;
+
+const _: () = assert!(HEADER_BYTES_U32 as usize == HEADER_BYTES);
+
 /// Magic and version 1.
 const MAGIC_V1: u8 = 0xB1;
 

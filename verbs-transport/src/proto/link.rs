@@ -8,14 +8,18 @@ use std::{collections::VecDeque, fmt, sync::Arc, time::Instant};
 use bytes::Bytes;
 
 use super::{
+    assembly::{Assembled, Assembly, Incoming},
     credit::{CreditError, RxCredits, TxCredits},
-    frame::{FrameHeader, FrameKind, HEADER_BYTES, Malformed, MessageType},
+    frame::{FrameHeader, FrameKind, HEADER_BYTES, HEADER_BYTES_U32, Malformed, MessageType},
     send_queue::{Ended, SendQueue},
 };
 use crate::fabric::{SendSlab, WrSeq};
 
 /// Work requests kept free of data: one PONG, one PING, four pure grants.
 pub const CONTROL_WRS: u32 = 6;
+
+/// The work request kept free for [`Link::drain_marker`].
+pub const MARKER_WRS: u32 = 1;
 
 /// Malformed frames that end a connection.
 const MALFORMED_MAX: u8 = 2;
@@ -124,45 +128,6 @@ pub enum Filled {
     Held,
 }
 
-/// What a received SEND asks of the caller.
-#[derive(Debug, PartialEq, Eq)]
-pub enum Incoming {
-    /// A whole frame: the body starts behind the fixed header.
-    Whole {
-        /// Where it goes.
-        kind: MessageType,
-        /// Bytes of the user header, at the body's front.
-        header_len: usize,
-        /// Bytes of header + payload.
-        body_len: usize,
-    },
-    /// Append the body to [`Link::partial_mut`], then call [`Link::finish_fragment`].
-    Fragment {
-        /// Bytes to append.
-        body_len: usize,
-        /// The frame is complete with it.
-        last: bool,
-    },
-    /// A control frame, dealt with.
-    Control,
-    /// The PING is answered; it was posted at the given time.
-    Pong {
-        /// When the PING went out.
-        sent_at: Instant,
-    },
-}
-
-/// A frame put together from fragments.
-#[derive(Debug, PartialEq, Eq)]
-pub struct Assembled {
-    /// Where it goes.
-    pub kind: MessageType,
-    /// Bytes of the user header, at the front.
-    pub header_len: usize,
-    /// Header and payload.
-    pub body: Vec<u8>,
-}
-
 /// The peer broke the protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -183,12 +148,6 @@ impl LinkError {
     pub const fn is_fatal(&self) -> bool {
         !matches!(self, Self::Malformed(_))
     }
-}
-
-#[derive(Debug)]
-struct Partial {
-    kind: MessageType,
-    header_len: u32,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -230,8 +189,7 @@ pub struct Link {
     sends: SendQueue<InFlight>,
     /// Bytes of the waiting queue's first frame that are posted already.
     cursor: usize,
-    partial: Option<Partial>,
-    partial_body: Vec<u8>,
+    assembly: Assembly,
     pong_due: Option<u32>,
     ping_due: bool,
     ping: Option<Ping>,
@@ -258,8 +216,7 @@ impl Link {
             rx: RxCredits::new(limits.rx_window),
             sends: SendQueue::new(limits.send_wrs, limits.signal_every),
             cursor: 0,
-            partial: None,
-            partial_body: Vec::new(),
+            assembly: Assembly::default(),
             pong_due: None,
             ping_due: dialed,
             ping: None,
@@ -357,7 +314,7 @@ impl Link {
             if !self.proven {
                 return Filled::Held;
             }
-            if self.sends.free() <= CONTROL_WRS {
+            if self.sends.free() <= CONTROL_WRS + MARKER_WRS {
                 return Filled::NoWr;
             }
             if self.tx.available() == 0 {
@@ -431,7 +388,7 @@ impl Link {
             } else {
                 return Ok(());
             };
-            if self.sends.free() == 0 {
+            if self.sends.free() <= MARKER_WRS {
                 return Err(Filled::NoWr);
             }
             let slab = self.place(HEADER_BYTES, out)?;
@@ -481,7 +438,7 @@ impl Link {
     pub fn on_receive(&mut self, head: [u8; HEADER_BYTES], bytes: u32) -> Result<Incoming, LinkError> {
         self.held = false;
         self.proven |= self.proof_by_receive;
-        if bytes < HEADER_BYTES as u32 {
+        if bytes < HEADER_BYTES_U32 {
             self.rx.on_receive()?;
             return Err(self.malformed(Malformed::Short { bytes }));
         }
@@ -492,65 +449,14 @@ impl Link {
                 return Err(self.malformed(malformed));
             }
         };
-        let body = bytes - HEADER_BYTES as u32;
+        let body = bytes - HEADER_BYTES_U32;
         let FrameKind::Data(kind) = header.kind else {
             return self.on_control(header, body);
         };
         self.rx.on_receive()?;
         self.on_credits(header)?;
-        match self.check_data(kind, header, body) {
-            Ok(incoming) => Ok(incoming),
-            Err(malformed) => Err(self.malformed(malformed)),
-        }
-    }
-
-    fn check_data(&mut self, kind: MessageType, header: FrameHeader, body: u32) -> Result<Incoming, Malformed> {
         let limit = self.limits.receive_max_bytes;
-        if header.first {
-            if self.partial.is_some() {
-                let expected = u32::try_from(self.partial_body.len()).unwrap_or(u32::MAX);
-                self.drop_partial();
-                return Err(Malformed::Sequence { found: 0, expected });
-            }
-            let header_limit = if header.last { body } else { limit };
-            if header.word > header_limit {
-                return Err(Malformed::HeaderLength { header: header.word, body: header_limit });
-            }
-            if body > limit {
-                return Err(Malformed::TooLarge { limit });
-            }
-            if header.last {
-                return Ok(Incoming::Whole { kind, header_len: header.word as usize, body_len: body as usize });
-            }
-            self.partial = Some(Partial { kind, header_len: header.word });
-        } else {
-            let expected = match &self.partial {
-                Some(partial) if partial.kind == kind => u32::try_from(self.partial_body.len()).unwrap_or(u32::MAX),
-                _ => u32::MAX,
-            };
-            if header.word != expected {
-                self.drop_partial();
-                return Err(Malformed::Sequence { found: header.word, expected });
-            }
-        }
-        if body == 0 {
-            self.drop_partial();
-            return Err(Malformed::Body { kind: "fragment", body });
-        }
-        let total = self.partial_body.len() as u64 + u64::from(body);
-        if total > u64::from(limit) {
-            self.drop_partial();
-            return Err(Malformed::TooLarge { limit });
-        }
-        if header.last {
-            let header_len = self.partial.as_ref().map_or(0, |partial| partial.header_len);
-            if u64::from(header_len) > total {
-                self.drop_partial();
-                let body = u32::try_from(total).unwrap_or(u32::MAX);
-                return Err(Malformed::HeaderLength { header: header_len, body });
-            }
-        }
-        Ok(Incoming::Fragment { body_len: body as usize, last: header.last })
+        self.assembly.accept(kind, header, body, limit).map_err(|malformed| self.malformed(malformed))
     }
 
     fn on_control(&mut self, header: FrameHeader, body: u32) -> Result<Incoming, LinkError> {
@@ -593,21 +499,14 @@ impl Link {
         }
     }
 
-    fn drop_partial(&mut self) {
-        self.partial = None;
-        self.partial_body = Vec::new();
-    }
-
     /// Where a fragment's body is appended.
     pub fn partial_mut(&mut self) -> &mut Vec<u8> {
-        &mut self.partial_body
+        self.assembly.body_mut()
     }
 
     /// The last fragment is appended: the frame.
     pub fn finish_fragment(&mut self) -> Option<Assembled> {
-        let partial = self.partial.take()?;
-        let body = std::mem::take(&mut self.partial_body);
-        Some(Assembled { kind: partial.kind, header_len: partial.header_len as usize, body })
+        self.assembly.finish()
     }
 
     /// Every receive that this peer's frames have taken so far is posted again.
@@ -635,7 +534,14 @@ impl Link {
     /// The connection has ended: nothing more goes out.
     pub fn end(&mut self) {
         self.ended = true;
-        self.drop_partial();
+        self.assembly.clear();
+    }
+
+    /// The QP is in ERR. Unsignaled WRs that the peer has acknowledged give no completion any more, so one more WR is
+    /// posted behind all others: its flush tells that everything before it has ended. `None` when nothing is in flight.
+    pub fn drain_marker(&mut self) -> Option<WrSeq> {
+        let needed = !self.sends.is_empty() && self.sends.free() > 0;
+        needed.then(|| self.sends.push(InFlight { slab: None, frame: None }, true).seq)
     }
 
     /// No completion will come any more.

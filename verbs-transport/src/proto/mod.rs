@@ -1,5 +1,6 @@
 //! The protocol, without I/O: bytes, completions and time go in, work requests and decisions come out.
 
+pub mod assembly;
 pub mod credit;
 pub mod frame;
 pub mod link;

@@ -8,7 +8,9 @@ use crate::fabric::{POLL_BATCH, POST_BATCH};
 
 /// Slabs that may be out of the SRQ at any time without any peer's credits being spent on them: one poll batch, and
 /// one batch waiting to be posted again.
-pub const SLABS_IN_HAND: u32 = (POLL_BATCH + POST_BATCH) as u32;
+pub const SLABS_IN_HAND: u32 = 80;
+
+const _: () = assert!(SLABS_IN_HAND as usize == POLL_BATCH + POST_BATCH);
 
 /// The SRQ's shares. Invariant: `promised <= depth - SLABS_IN_HAND`.
 #[derive(Debug)]

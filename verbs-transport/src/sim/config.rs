@@ -41,7 +41,7 @@ impl SimConfig {
 }
 
 /// Settings of one simulated device and its fabric. The defaults are those of Soft-RoCE where it has any.
-#[derive(Clone, Debug)]
+#[derive(Clone, Copy, Debug)]
 pub struct HostConfig {
     /// The slabs. Default: 512 receives and 128 sends of 8 KiB (5 MiB; a device's default is larger).
     pub slabs: SlabSizes,

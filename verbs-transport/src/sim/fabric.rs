@@ -13,8 +13,8 @@ use super::{
     hca::{HostKey, QpKey},
     net::SimNet,
     qp::State,
-    stats::HostReport,
-    wire::Cause,
+    stats::{HostLife, HostReport},
+    trouble::Cause,
     world::Shared,
 };
 use crate::fabric::{
@@ -74,12 +74,7 @@ impl SimFabric {
 
 impl Drop for Device {
     fn drop(&mut self) {
-        self.world.with(|hca| {
-            let host = hca.host_mut(self.host);
-            host.gone = true;
-            host.receive_memory = Vec::new();
-            host.send_memory = Vec::new();
-        });
+        self.world.touch(|hca| hca.host_mut(self.host).end(HostLife::Closed));
     }
 }
 
@@ -121,7 +116,7 @@ impl Fabric for SimFabric {
             let host = hca.host_mut(self.device.host);
             let busy = host.send_busy[slab.index() as usize];
             assert!(!busy, "sim: send slab {} rewritten before a WC covered its WR", slab.index());
-            if !host.gone {
+            if host.life == HostLife::Open {
                 host.send_memory[slot].copy_from_slice(bytes);
             }
         });
@@ -132,7 +127,7 @@ impl Fabric for SimFabric {
         self.device.world.touch(|hca| {
             let host = hca.host(self.device.host);
             host.srq.assert_with_caller(slab.index());
-            if !host.gone {
+            if host.life == HostLife::Open {
                 out.copy_from_slice(&host.receive_memory[slot]);
             }
         });
@@ -143,10 +138,10 @@ impl Fabric for SimFabric {
         self.device.world.touch(|hca| {
             let host = hca.host(self.device.host);
             host.srq.assert_with_caller(slab.index());
-            if host.gone {
-                out.resize(out.len() + len, 0);
-            } else {
+            if host.life == HostLife::Open {
                 out.extend_from_slice(&host.receive_memory[slot]);
+            } else {
+                out.resize(out.len() + len, 0);
             }
         });
     }
@@ -225,7 +220,7 @@ impl FabricQp for SimQp {
     fn to_error(&self) -> Result<(), FabricError> {
         self.device.world.with(|hca| {
             hca.alive(self.device.host, "modify_qp to ERR")?;
-            hca.to_error(self.key, Cause::Asked);
+            hca.enter_error(self.key, Cause::Asked);
             Ok(())
         })
     }

@@ -30,7 +30,7 @@ pub struct Faults {
     pub half_received: f64,
     /// Until its rest comes.
     pub half_received_for: RangeInclusive<Duration>,
-    /// The flush completion of a SEND never comes: chance for each flushed WR.
+    /// The flush of a QP stops: this completion and all later ones of the QP never come. Chance for each flushed WR.
     pub lost_flush: f64,
     /// `create_qp` is out of memory: chance for each call.
     pub create_qp_exhausted: f64,

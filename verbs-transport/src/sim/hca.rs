@@ -1,9 +1,10 @@
 //! All devices of a world, as one machine without clock, lock or I/O: calls and the time go in, completions and wakers
-//! come out. [`wire`](super::wire) adds how messages move.
+//! come out. [`host`](super::host) adds what concerns no QP, [`wire`](super::wire)
+//! how messages move, [`trouble`](super::trouble) what hinders them.
 
 use std::{
     cmp::{Ordering, Reverse},
-    collections::{BTreeMap, BinaryHeap, VecDeque},
+    collections::{BTreeMap, BinaryHeap},
     io,
     net::IpAddr,
     ops::RangeInclusive,
@@ -11,17 +12,16 @@ use std::{
     time::Duration,
 };
 
-use verbs_bootstrap::{Gid, LinkLayer, Mtu, PortIdentity, Qpn};
+use verbs_bootstrap::{Mtu, Qpn};
 
 use super::{
-    config::{HostConfig, SimConfig},
-    cq::{Cq, Cqe, CqeWhat, Pushed},
+    config::SimConfig,
     fault::{Dice, Faults},
+    host::Host,
     qp::{Bytes, Qp, State},
-    srq::Srq,
-    stats::{FaultCounts, HostReport, Stats},
+    stats::FaultCounts,
 };
-use crate::fabric::{AsyncEvent, ConnectQpError, CreateQpError, FabricError, POLL_BATCH, QpCaps, QpPath, RecvSlab, Wc};
+use crate::fabric::{ConnectQpError, CreateQpError, QpCaps, QpPath};
 
 /// A host, by order of creation. Never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,30 +30,6 @@ pub(super) struct HostKey(pub(super) usize);
 /// A QP, by order of creation in its world. Never reused, unlike QP numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct QpKey(pub(super) usize);
-
-/// One device with its port, CQ, SRQ and slabs.
-#[derive(Debug)]
-pub(super) struct Host {
-    pub(super) addr: IpAddr,
-    pub(super) config: HostConfig,
-    pub(super) port: PortIdentity,
-    pub(super) port_up: bool,
-    /// Killed or closed: every call fails with ENODEV.
-    pub(super) gone: bool,
-    pub(super) cq: Cq,
-    pub(super) srq: Srq,
-    /// The SRQ looks empty until then.
-    pub(super) storm_until: Duration,
-    pub(super) receive_memory: Vec<u8>,
-    pub(super) send_memory: Vec<u8>,
-    /// Which send slabs a WR names that no polled WC has covered.
-    pub(super) send_busy: Vec<bool>,
-    pub(super) slabs_taken: bool,
-    live_qps: u32,
-    async_events: VecDeque<AsyncEvent>,
-    async_wakers: Vec<Waker>,
-    pub(super) stats: Stats,
-}
 
 /// Something that will happen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -160,164 +136,6 @@ impl Hca {
         self.scheduled += 1;
         self.timeline.push(Reverse(Scheduled { at, id: self.scheduled, what }));
         self.scheduled
-    }
-
-    // Hosts
-
-    pub(super) fn add_host(&mut self, addr: IpAddr, config: HostConfig) -> HostKey {
-        let key = HostKey(self.hosts.len());
-        let gid = config.gid.unwrap_or_else(|| gid_of(addr));
-        let slabs = config.slabs;
-        let memory = |count: u32, bytes: u32| vec![0; count as usize * bytes as usize];
-        self.hosts.push(Host {
-            addr,
-            port: PortIdentity {
-                device_guid: 0x0250_5300_0000_0000 | key.0 as u64,
-                port: 1,
-                link_layer: LinkLayer::Ethernet,
-                lid: 0,
-                gid,
-                gid_type: config.gid_type,
-                gid_index: 1,
-                pkey: 0xffff,
-                mtu: config.mtu,
-            },
-            port_up: true,
-            gone: false,
-            cq: Cq::new(config.cq_depth),
-            srq: Srq::new(slabs.receive_slabs),
-            storm_until: Duration::ZERO,
-            receive_memory: memory(slabs.receive_slabs, slabs.receive_bytes),
-            send_memory: memory(slabs.send_slabs, slabs.send_bytes),
-            send_busy: vec![false; slabs.send_slabs as usize],
-            slabs_taken: false,
-            live_qps: 0,
-            async_events: VecDeque::new(),
-            async_wakers: Vec::new(),
-            stats: Stats::default(),
-            config,
-        });
-        key
-    }
-
-    pub(super) fn host(&self, key: HostKey) -> &Host {
-        &self.hosts[key.0]
-    }
-
-    pub(super) fn host_mut(&mut self, key: HostKey) -> &mut Host {
-        &mut self.hosts[key.0]
-    }
-
-    /// The process on this host is no more: its QPs vanish without a word to anyone.
-    pub(super) fn kill_host(&mut self, key: HostKey) {
-        for qp in 0..self.qps.len() {
-            if self.qps[qp].as_ref().is_some_and(|qp| qp.host == key) {
-                self.destroy_qp(QpKey(qp));
-            }
-        }
-        let host = &mut self.hosts[key.0];
-        host.gone = true;
-        host.receive_memory = Vec::new();
-        host.send_memory = Vec::new();
-        host.async_events.push_back(AsyncEvent::DeviceFatal);
-        self.wakes.append(&mut host.async_wakers);
-        self.wakes.append(host.cq.wakers());
-        self.note(1, key.0 as u64, 0);
-    }
-
-    pub(super) fn alive(&self, key: HostKey, what: &'static str) -> Result<(), FabricError> {
-        let host = self.host(key);
-        if host.gone { Err(FabricError { what, source: errno(ENODEV) }) } else { Ok(()) }
-    }
-
-    pub(super) fn raise(&mut self, key: HostKey, event: AsyncEvent) {
-        let host = &mut self.hosts[key.0];
-        host.async_events.push_back(event);
-        host.stats.async_events += 1;
-        self.wakes.append(&mut host.async_wakers);
-        self.note(2, key.0 as u64, 0);
-    }
-
-    pub(super) fn next_async_event(&mut self, key: HostKey, waker: &Waker) -> Option<AsyncEvent> {
-        let host = self.host_mut(key);
-        let event = host.async_events.pop_front();
-        if event.is_none() {
-            super::cq::register(&mut host.async_wakers, waker);
-        }
-        event
-    }
-
-    // Slabs and completions
-
-    pub(super) fn arm(&mut self, key: HostKey) -> Result<(), FabricError> {
-        self.alive(key, "arming the CQ")?;
-        let host = self.host_mut(key);
-        host.cq.arm();
-        host.stats.arms += 1;
-        if self.faults_on && self.dice.chance(self.faults.spurious_wake) {
-            self.fault_counts.spurious_wakes += 1;
-            let at = self.now + self.dice.duration(&(Duration::ZERO..=Duration::from_millis(1)));
-            self.schedule(at, Happening::SpuriousWake(key));
-        }
-        Ok(())
-    }
-
-    pub(super) fn poll(&mut self, key: HostKey, into: &mut Vec<Wc>) -> Result<usize, FabricError> {
-        self.alive(key, "polling the CQ")?;
-        let Self { hosts, qps, .. } = self;
-        let host = &mut hosts[key.0];
-        if host.cq.broken {
-            return Err(FabricError { what: "polling the CQ after an overrun", source: errno(EIO) });
-        }
-        for polled in 0..POLL_BATCH {
-            let Some(Cqe { qpn, qp, what }) = host.cq.pop() else { return Ok(polled) };
-            let mint = |srq: &mut Srq, slab| {
-                srq.to_caller(slab);
-                RecvSlab::mint(slab)
-            };
-            into.push(match what {
-                CqeWhat::Receive { slab, bytes } => Wc::Receive { qpn, slab: mint(&mut host.srq, slab), bytes },
-                CqeWhat::ReceiveFailed { slab, status } => {
-                    Wc::ReceiveFailed { qpn, slab: mint(&mut host.srq, slab), status }
-                }
-                CqeWhat::Send { seq } => {
-                    free_slots(qps, qp, seq, &mut host.send_busy);
-                    Wc::Send { qpn, seq: crate::fabric::WrSeq(seq) }
-                }
-                CqeWhat::SendFailed { seq, status } => {
-                    free_slots(qps, qp, seq, &mut host.send_busy);
-                    Wc::SendFailed { qpn, seq: crate::fabric::WrSeq(seq), status, vendor_err: 0 }
-                }
-            });
-        }
-        Ok(POLL_BATCH)
-    }
-
-    /// Puts a CQE into a host's CQ and sees to what follows.
-    pub(super) fn complete(&mut self, key: HostKey, cqe: Cqe) {
-        let host = &mut self.hosts[key.0];
-        let pushed = host.cq.push(cqe);
-        if let CqeWhat::Receive { slab, .. } | CqeWhat::ReceiveFailed { slab, .. } = cqe.what {
-            if pushed == Pushed::Overrun { host.srq.lose(slab) } else { host.srq.complete(slab) }
-        }
-        match pushed {
-            Pushed::Quiet => {}
-            Pushed::Woke => {
-                host.stats.wakes += 1;
-                self.wakes.append(host.cq.wakers());
-            }
-            Pushed::Overrun => {
-                host.stats.cq_overruns += 1;
-                self.raise(key, AsyncEvent::CqError);
-            }
-        }
-        let (kind, number) = match cqe.what {
-            CqeWhat::Receive { slab, .. } => (3, u64::from(slab)),
-            CqeWhat::ReceiveFailed { slab, .. } => (4, u64::from(slab)),
-            CqeWhat::Send { seq } => (5, seq),
-            CqeWhat::SendFailed { seq, .. } => (6, seq),
-        };
-        self.note(kind, u64::from(cqe.qpn), number);
     }
 
     // QPs
@@ -454,34 +272,6 @@ impl Hca {
         self.qps[key.0].as_deref()
     }
 
-    // The world's hand
-
-    pub(super) fn set_port(&mut self, key: HostKey, up: bool) {
-        self.host_mut(key).port_up = up;
-        self.raise(key, if up { AsyncEvent::PortUp } else { AsyncEvent::PortDown });
-    }
-
-    pub(super) fn is_cut(&self, a: IpAddr, b: IpAddr) -> bool {
-        self.cuts.iter().any(|cut| *cut == (a, b) || *cut == (b, a))
-    }
-
-    pub(super) fn report(&self) -> Vec<HostReport> {
-        let outstanding = |key: usize| -> usize {
-            self.qps.iter().flatten().filter(|qp| qp.host.0 == key).map(|qp| qp.outstanding()).sum()
-        };
-        let report = |(key, host): (usize, &Host)| HostReport {
-            addr: host.addr,
-            gone: host.gone,
-            live_qps: host.live_qps,
-            outstanding_wrs: outstanding(key),
-            unpolled_cqes: host.cq.len(),
-            receive_slabs: host.srq.count(),
-            send_slabs_in_flight: host.send_busy.iter().filter(|busy| **busy).count(),
-            stats: host.stats,
-        };
-        self.hosts.iter().enumerate().map(report).collect()
-    }
-
     /// Everything so far as one number: equal for equal histories.
     pub(super) fn trace(&self) -> u64 {
         self.trace
@@ -493,24 +283,6 @@ impl Hca {
         let event = (kind << 56) ^ (a << 28) ^ b ^ time.rotate_left(17);
         self.trace = (self.trace ^ event).wrapping_mul(ODD).rotate_left(29);
     }
-}
-
-/// Gives back the slots and send slabs of every WR that a polled WC for `seq` covers.
-fn free_slots(qps: &mut [Option<Box<Qp>>], qp: QpKey, seq: u64, send_busy: &mut [bool]) {
-    let Some(qp) = qps[qp.0].as_deref_mut() else { return };
-    while let Some(wqe) = qp.free_one(seq) {
-        if let Bytes::Slab(slab) = wqe.bytes {
-            send_busy[slab as usize] = false;
-        }
-    }
-}
-
-/// The GID that a `RoCE` port with this address has.
-pub(super) fn gid_of(addr: IpAddr) -> Gid {
-    Gid(match addr {
-        IpAddr::V4(v4) => v4.to_ipv6_mapped().octets(),
-        IpAddr::V6(v6) => v6.octets(),
-    })
 }
 
 pub(super) fn errno(code: i32) -> io::Error {

@@ -31,9 +31,9 @@ pub(super) struct Wqe {
     pub(super) signaled: bool,
     pub(super) len: u32,
     pub(super) bytes: Bytes,
-    /// When it reaches the peer.
+    /// When it reaches the peer, its predecessors permitting.
     pub(super) arrives: Duration,
-    /// When its acknowledgement is back, once it has arrived.
+    /// When its acknowledgement is back, once it has arrived and its predecessors' are.
     pub(super) acks: Duration,
 }
 
@@ -64,9 +64,6 @@ pub(super) struct Qp {
     pub(super) acked: u64,
     pub(super) arrived: u64,
     pub(super) psn: u32,
-    /// Latest times given out, so that order holds.
-    pub(super) last_arrival: Duration,
-    pub(super) last_ack: Duration,
     pub(super) wait: Option<Wait>,
     pub(super) silent_tries: u8,
     pub(super) rnr_tries: u8,
@@ -74,6 +71,8 @@ pub(super) struct Qp {
     pub(super) deaf_from: Option<u64>,
     /// Nothing happens any more, and nobody says so.
     pub(super) hung: bool,
+    /// No flush completion comes any more.
+    pub(super) flush_stopped: bool,
 
     pub(super) expected_psn: u32,
     /// A receive that a half-received message holds.
@@ -99,13 +98,12 @@ impl Qp {
             acked: 0,
             arrived: 0,
             psn: 0,
-            last_arrival: Duration::ZERO,
-            last_ack: Duration::ZERO,
             wait: None,
             silent_tries: 0,
             rnr_tries: 0,
             deaf_from: None,
             hung: false,
+            flush_stopped: false,
             expected_psn: 0,
             half: None,
             arrive_timer: None,

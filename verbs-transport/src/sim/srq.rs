@@ -79,7 +79,7 @@ impl Srq {
     }
 
     /// The CQE was polled: the token may be minted.
-    pub(super) fn to_caller(&mut self, slab: u32) {
+    pub(super) fn return_to_caller(&mut self, slab: u32) {
         self.step(slab, Place::Completed, Place::Caller);
     }
 
@@ -90,10 +90,6 @@ impl Srq {
     /// After a receive was taken: whether the armed limit fires, which disarms it.
     pub(super) fn limit_reached(&mut self) -> bool {
         self.limit.take_if(|limit| self.queue.len() < *limit as usize).is_some()
-    }
-
-    pub(super) fn posted(&self) -> usize {
-        self.queue.len()
     }
 
     pub(super) fn assert_with_caller(&self, slab: u32) {
@@ -171,7 +167,7 @@ mod tests {
         let slabs: Vec<u32> = (0..4).filter_map(|_| srq.take()).collect();
         srq.complete(slabs[0]);
         srq.complete(slabs[1]);
-        srq.to_caller(slabs[1]);
+        srq.return_to_caller(slabs[1]);
         srq.lose(slabs[2]);
         let want = ReceiveSlabCount { with_caller: 1, posted: 1, filling: 1, completed: 1, lost: 1 };
         assert_eq!(srq.count(), want);

@@ -76,13 +76,24 @@ pub struct FaultCounts {
     pub dribbles: u64,
 }
 
+/// Whether a host's process still runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HostLife {
+    /// It does.
+    Open,
+    /// Its fabric and QPs were dropped.
+    Closed,
+    /// The world killed it.
+    Killed,
+}
+
 /// One host at one moment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostReport {
     /// Its address.
     pub addr: IpAddr,
-    /// Killed, or its fabric and QPs all dropped.
-    pub gone: bool,
+    /// Whether its process still runs.
+    pub life: HostLife,
     /// QPs not yet destroyed.
     pub live_qps: u32,
     /// WRs that no polled WC has covered, over live QPs.
@@ -98,14 +109,17 @@ pub struct HostReport {
 }
 
 impl HostReport {
-    /// No QP, no WR, no completion, no send slab in the device. Posted receives are no leak: the SRQ keeps them.
+    /// No QP, no WR, no send slab in the device, no receive slab half-filled or lost, and while it is open no
+    /// completion. Posted receives are no leak: the SRQ keeps them. Of a killed process nothing is asked.
     pub fn is_quiet(&self) -> bool {
-        self.live_qps == 0
-            && self.outstanding_wrs == 0
-            && self.unpolled_cqes == 0
-            && self.send_slabs_in_flight == 0
-            && self.receive_slabs.filling == 0
-            && self.receive_slabs.lost == 0
+        let slabs = self.receive_slabs;
+        self.life == HostLife::Killed
+            || self.live_qps == 0
+                && self.outstanding_wrs == 0
+                && (self.unpolled_cqes == 0 || self.life == HostLife::Closed)
+                && self.send_slabs_in_flight == 0
+                && slabs.filling == 0
+                && slabs.lost == 0
     }
 }
 
@@ -125,7 +139,7 @@ pub struct Report {
 impl Report {
     /// Everything has come home.
     pub fn is_quiet(&self) -> bool {
-        self.open_streams == 0 && self.listeners == 0 && self.hosts.iter().all(|host| host.gone || host.is_quiet())
+        self.open_streams == 0 && self.listeners == 0 && self.hosts.iter().all(HostReport::is_quiet)
     }
 }
 
@@ -135,9 +149,9 @@ impl fmt::Display for Report {
         for host in &self.hosts {
             writeln!(
                 f,
-                "  {}{}: {} QPs, {} WRs outstanding, {} CQEs unpolled, {} send slabs in flight, {:?}",
+                "  {} ({:?}): {} QPs, {} WRs outstanding, {} CQEs unpolled, {} send slabs in flight, {:?}",
                 host.addr,
-                if host.gone { " (gone)" } else { "" },
+                host.life,
                 host.live_qps,
                 host.outstanding_wrs,
                 host.unpolled_cqes,

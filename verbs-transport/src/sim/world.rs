@@ -18,8 +18,8 @@ use super::{
     fabric::SimFabric,
     hca::{Hca, HostKey, QpKey},
     net::NetState,
-    stats::{FaultCounts, Report, Stats},
-    wire::Cause,
+    stats::{FaultCounts, HostLife, Report, Stats},
+    trouble::Cause,
 };
 
 /// A number of hosts that reach each other, and the hand that lets things go wrong between them.
@@ -72,7 +72,7 @@ impl SimWorld {
     /// QP numbers and ports, and die together in [`kill_host`](Self::kill_host).
     pub fn host(&self, addr: impl Into<IpAddr>, config: HostConfig) -> SimFabric {
         let addr = addr.into();
-        let key = self.shared.with(|hca| hca.add_host(addr, config.clone()));
+        let key = self.shared.with(|hca| hca.add_host(addr, config));
         SimFabric::new(Arc::clone(&self.shared), key, addr, &config)
     }
 
@@ -97,7 +97,7 @@ impl SimWorld {
                 .qps
                 .iter()
                 .position(|qp| qp.as_ref().is_some_and(|qp| qp.number == qpn && hosts[qp.host.0].addr == addr));
-            found.inspect(|key| hca.to_error(QpKey(*key), Cause::Fell)).is_some()
+            found.inspect(|key| hca.enter_error(QpKey(*key), Cause::Fell)).is_some()
         })
     }
 
@@ -182,7 +182,7 @@ impl SimWorld {
     fn each_fabric(&self, addr: IpAddr, mut change: impl FnMut(&mut Hca, HostKey)) {
         self.shared.with(|hca| {
             for key in 0..hca.hosts.len() {
-                if hca.hosts[key].addr == addr && !hca.hosts[key].gone {
+                if hca.hosts[key].addr == addr && hca.hosts[key].life == HostLife::Open {
                     change(hca, HostKey(key));
                 }
             }
@@ -257,7 +257,8 @@ impl Locked {
 fn wake_all<'a>(mut locked: MutexGuard<'a, Locked>, shared: &'a Shared) {
     while !locked.hca.wakes.is_empty() {
         let mut few: [Option<Waker>; 4] = [const { None }; 4];
-        few.iter_mut().for_each(|slot| *slot = locked.hca.wakes.pop());
+        let count = few.len().min(locked.hca.wakes.len());
+        few.iter_mut().zip(locked.hca.wakes.drain(..count)).for_each(|(slot, waker)| *slot = Some(waker));
         drop(locked);
         few.into_iter().flatten().for_each(Waker::wake);
         locked = shared.lock();

@@ -218,7 +218,8 @@ mod tests {
 
     #[test]
     fn each_number_out_of_range_is_named() {
-        let cases: [(&str, fn(&mut Config)); 9] = [
+        type Case = (&'static str, fn(&mut Config));
+        let cases: [Case; 9] = [
             ("window_slabs", |c| c.window_slabs = 7),
             ("send_wrs", |c| c.send_wrs = 15),
             ("signal_every", |c| c.signal_every = 0),

@@ -2,19 +2,16 @@
 
 use std::{
     collections::HashMap,
-    future::poll_fn,
     ops::Range,
     sync::Arc,
     time::{Duration, Instant},
 };
 
 use bytes::Bytes;
-use tokio::time::sleep_until;
 use verbs_bootstrap::InstanceId;
 
 use super::{
     admission::contain,
-    config::Progress,
     error::EpochEnd,
     inbound::{Borrowed, Received, Sink},
     peer::{Effects, Epoch, Peer, PeerState, Retired},
@@ -23,18 +20,15 @@ use super::{
 use crate::{
     fabric::{AsyncEvent, Fabric, FabricError, FabricQp, POST_BATCH, RecvSlab, Wc, WcStatus, WrSeq},
     proto::{
+        assembly::Incoming,
         frame::{HEADER_BYTES, MessageType},
-        link::Incoming,
         send_queue::Ended,
     },
 };
 
-/// Full poll batches in a row before the driver's task lets others run.
-const BATCHES_BEFORE_YIELD: u32 = 8;
-
 /// After the last flush completion, a half-received message's slab may still be on its way out of the QP: Soft-RoCE
 /// loses it when the QP is destroyed at once.
-const QUIET_BEFORE_DESTROY: Duration = Duration::from_millis(20);
+pub(crate) const QUIET_BEFORE_DESTROY: Duration = Duration::from_millis(20);
 
 /// A frame copied out of its slab, waiting for the end of the batch.
 struct Delivery {
@@ -53,7 +47,8 @@ enum Body {
 
 /// One per worker, behind a lock: whoever holds it polls.
 pub(crate) struct Driver<F: Fabric> {
-    sink: Sink,
+    /// Gone after shutdown, which ends the streams.
+    sink: Option<Sink>,
     wcs: Vec<Wc>,
     /// Slabs to post again.
     reposts: Vec<RecvSlab>,
@@ -71,7 +66,7 @@ pub(crate) struct Driver<F: Fabric> {
 impl<F: Fabric> Driver<F> {
     pub(crate) fn new(sink: Sink) -> Self {
         Self {
-            sink,
+            sink: Some(sink),
             wcs: Vec::new(),
             reposts: Vec::new(),
             owing: Vec::new(),
@@ -99,13 +94,13 @@ impl<F: Fabric> Driver<F> {
         }
         self.pump_touched(shared, &mut effects);
         self.deliver(shared);
-        self.feed_starved(shared, &mut effects);
+        shared.feed_starved(&mut effects);
         if !self.retired.is_empty() || !shared.retired.is_empty() {
             self.sweep_retired(shared, &mut effects);
         }
         let (_, changed) = shared.backlog.update();
         if changed {
-            self.pump_all(shared, &mut effects);
+            shared.pump_all(&mut effects);
         }
         effects.run(shared);
         Ok(polled)
@@ -121,13 +116,13 @@ impl<F: Fabric> Driver<F> {
                 self.reposts.push(slab);
                 shared.counters.receives_failed.add(1);
                 if status != WcStatus::Flushed {
-                    self.end_live(shared, qpn, &Arc::new(EpochEnd::Receive { status }), effects);
+                    shared.end_live(qpn, &Arc::new(EpochEnd::Receive { status }), effects);
                 }
             }
             Wc::Send { qpn, seq } => self.on_send(shared, qpn, seq, None, effects),
             Wc::SendFailed { qpn, seq, status, vendor_err } => {
                 let cause = Arc::new(EpochEnd::WorkRequest { status, vendor_err });
-                self.end_live(shared, qpn, &cause, effects);
+                shared.end_live(qpn, &cause, effects);
                 self.on_send(shared, qpn, seq, Some(cause), effects);
             }
         }
@@ -150,7 +145,7 @@ impl<F: Fabric> Driver<F> {
         let id = peer.id;
         match link.on_receive(head, bytes) {
             Ok(Incoming::Whole { kind, header_len, body_len }) => {
-                let body = if let Sink::Handler(_) = self.sink {
+                let body = if let Some(Sink::Handler(_)) = self.sink {
                     let from = self.scratch.len();
                     shared.fabric.append_slab(slab, HEADER_BYTES, body_len, &mut self.scratch);
                     Body::Scratch(from..self.scratch.len())
@@ -174,7 +169,7 @@ impl<F: Fabric> Driver<F> {
                 tracing::warn!(peer = %id, %error, "the peer broke the protocol");
                 if error.is_fatal() {
                     let cause = Arc::new(EpochEnd::Protocol(error));
-                    peer.end_epoch(&mut state, shared, generation, cause, effects);
+                    peer.end_epoch(&mut state, shared, generation, &cause, effects);
                     return;
                 }
             }
@@ -222,16 +217,6 @@ impl<F: Fabric> Driver<F> {
         }
     }
 
-    /// Ends the epoch of this QP if it is still live.
-    fn end_live(&mut self, shared: &Arc<Shared<F>>, qpn: u32, cause: &Arc<EpochEnd>, effects: &mut Effects) {
-        let Some(peer) = shared.route(qpn) else { return };
-        let mut state = peer.lock();
-        let generation = state.epoch.as_ref().filter(|epoch| epoch.qp.qpn().get() == qpn).map(|epoch| epoch.generation);
-        if let Some(generation) = generation {
-            peer.end_epoch(&mut state, shared, generation, cause.clone(), effects);
-        }
-    }
-
     fn touch(&mut self, peer: &Arc<Peer<F>>, state: &mut PeerState<F>) {
         if !std::mem::replace(&mut state.touched, true) {
             self.touched.push(peer.clone());
@@ -266,33 +251,15 @@ impl<F: Fabric> Driver<F> {
         }
     }
 
-    fn pump_all(&mut self, shared: &Arc<Shared<F>>, effects: &mut Effects) {
-        if shared.is_withholding() {
-            shared.counters.withheld.add(1);
-        }
-        for peer in shared.all_peers() {
-            let mut state = peer.lock();
-            peer.pump(&mut state, shared, effects);
-        }
-    }
-
-    /// Peers that wait for a send slab get their turn while there are some.
-    fn feed_starved(&mut self, shared: &Arc<Shared<F>>, effects: &mut Effects) {
-        for _ in 0..shared.starved.len() {
-            if shared.send_slabs.is_empty() {
-                return;
-            }
-            let Some(peer) = shared.starved.pop() else { return };
-            let mut state = peer.lock();
-            state.starved = false;
-            peer.pump(&mut state, shared, effects);
-        }
-    }
-
     /// Hands on what this batch brought. No lock but the driver's own is held.
     fn deliver(&mut self, shared: &Arc<Shared<F>>) {
-        for Delivery { peer, kind, header_len, body } in self.deliveries.drain(..) {
-            match (&self.sink, body) {
+        let deliveries = self.deliveries.drain(..);
+        let Some(sink) = &self.sink else {
+            shared.counters.undelivered.add(deliveries.count() as u64);
+            return;
+        };
+        for Delivery { peer, kind, header_len, body } in deliveries {
+            match (sink, body) {
                 (Sink::Handler(handler), body) => {
                     let bytes = match &body {
                         Body::Scratch(range) => &self.scratch[range.clone()],
@@ -364,33 +331,14 @@ impl<F: Fabric> Driver<F> {
         self.retired.into_values()
     }
 
+    /// Nothing is handed on any more: the streams end when what lies in them is taken.
+    pub(crate) fn close_sink(&mut self) {
+        self.sink = None;
+    }
+
     /// Whether every ended connection is gone.
     pub(crate) fn is_quiet(&self) -> bool {
         self.retired.is_empty()
-    }
-
-    /// Covers WRs behind which nothing signaled came for a while.
-    fn check_tails(&mut self, shared: &Arc<Shared<F>>, effects: &mut Effects) {
-        shared.take_bare_tail_note();
-        let mut again = false;
-        for peer in shared.all_peers() {
-            let mut state = peer.lock();
-            let Some(Epoch { link: Some(link), tail_seen, .. }) = &mut state.epoch else { continue };
-            if !link.has_bare_tail() {
-                *tail_seen = None;
-                continue;
-            }
-            again = true;
-            let at = link.next_seq();
-            if tail_seen.replace(at) == Some(at) {
-                shared.counters.tail_probes.add(1);
-                link.request_ping();
-                peer.pump(&mut state, shared, effects);
-            }
-        }
-        if again {
-            shared.note_bare_tail_quietly();
-        }
     }
 
     /// Does what is due by the clock, and says when to come again.
@@ -403,7 +351,7 @@ impl<F: Fabric> Driver<F> {
         match self.tail_check {
             Some(due) if now >= due => {
                 self.tail_check = None;
-                self.check_tails(shared, &mut effects);
+                shared.check_tails(&mut effects);
             }
             _ => {}
         }
@@ -426,7 +374,7 @@ impl<F: Fabric> Driver<F> {
             }
             AsyncEvent::QpFatal { qpn } => {
                 let mut effects = Effects::default();
-                self.end_live(shared, qpn, &Arc::new(EpochEnd::QpFatal), &mut effects);
+                shared.end_live(qpn, &Arc::new(EpochEnd::QpFatal), &mut effects);
                 effects.run(shared);
             }
             AsyncEvent::CqError | AsyncEvent::SrqError | AsyncEvent::DeviceFatal => {
@@ -443,6 +391,65 @@ impl<F: Fabric> Driver<F> {
     }
 }
 
+impl<F: Fabric> Shared<F> {
+    /// Ends the epoch of this QP if it is still live.
+    fn end_live(self: &Arc<Self>, qpn: u32, cause: &Arc<EpochEnd>, effects: &mut Effects) {
+        let Some(peer) = self.route(qpn) else { return };
+        let mut state = peer.lock();
+        let generation = state.epoch.as_ref().filter(|epoch| epoch.qp.qpn().get() == qpn).map(|epoch| epoch.generation);
+        if let Some(generation) = generation {
+            peer.end_epoch(&mut state, self, generation, cause, effects);
+        }
+    }
+
+    fn pump_all(self: &Arc<Self>, effects: &mut Effects) {
+        if self.is_withholding() {
+            self.counters.withheld.add(1);
+        }
+        for peer in self.all_peers() {
+            let mut state = peer.lock();
+            peer.pump(&mut state, self, effects);
+        }
+    }
+
+    /// Peers that wait for a send slab get their turn while there are some.
+    fn feed_starved(self: &Arc<Self>, effects: &mut Effects) {
+        for _ in 0..self.starved.len() {
+            if self.send_slabs.is_empty() {
+                return;
+            }
+            let Some(peer) = self.starved.pop() else { return };
+            let mut state = peer.lock();
+            state.starved = false;
+            peer.pump(&mut state, self, effects);
+        }
+    }
+
+    /// Covers WRs behind which nothing signaled came for a while.
+    fn check_tails(self: &Arc<Self>, effects: &mut Effects) {
+        self.take_bare_tail_note();
+        let mut again = false;
+        for peer in self.all_peers() {
+            let mut state = peer.lock();
+            let Some(Epoch { link: Some(link), tail_seen, .. }) = &mut state.epoch else { continue };
+            if !link.has_bare_tail() {
+                *tail_seen = None;
+                continue;
+            }
+            again = true;
+            let at = link.next_seq();
+            if tail_seen.replace(at) == Some(at) {
+                self.counters.tail_probes.add(1);
+                link.request_ping();
+                peer.pump(&mut state, self, effects);
+            }
+        }
+        if again {
+            self.note_bare_tail_quietly();
+        }
+    }
+}
+
 /// Drops the last reference to a QP, which destroys it.
 fn destroy<Q: FabricQp>(qp: Arc<Q>) {
     // A task that is still bringing it up holds another one; its end destroys the QP then.
@@ -456,115 +463,4 @@ fn live<F: Fabric>(
 ) -> Option<(verbs_bootstrap::Generation, &mut crate::proto::link::Link)> {
     let epoch = state.epoch.as_mut().filter(|epoch| epoch.qp.qpn().get() == qpn)?;
     Some((epoch.generation, epoch.link.as_mut()?))
-}
-
-/// The driver's task: arm, drain, wait. Ends after shutdown, when the last connection is gone.
-pub(crate) async fn run_task<F: Fabric>(shared: Arc<Shared<F>>, spin: Duration) {
-    if let Err(error) = drive(&shared, spin).await {
-        shared.on_device_lost(error);
-        // The device is gone, its flushes will not come; what is in flight ends by the clock.
-        while !shared.driver_may_stop() {
-            let due = shared.driver().timers(&shared);
-            let due = due.unwrap_or_else(|| shared.now() + QUIET_BEFORE_DESTROY);
-            tokio::select! {
-                () = sleep_until(due.into()) => {}
-                () = shared.driver_wake.notified() => {}
-            }
-        }
-    }
-}
-
-async fn drive<F: Fabric>(shared: &Arc<Shared<F>>, spin: Duration) -> Result<(), FabricError> {
-    loop {
-        if !spin.is_zero() {
-            spin_while_busy(shared, spin).await?;
-        }
-        shared.fabric.arm()?;
-        drain(shared).await?;
-        let due = shared.driver().timers(shared);
-        if shared.driver_may_stop() {
-            return Ok(());
-        }
-        let far = shared.now() + Duration::from_secs(3600);
-        tokio::select! {
-            biased;
-            woken = poll_fn(|cx| shared.fabric.poll_wake(cx)) => {
-                woken?;
-                shared.counters.wakes.add(1);
-            }
-            event = poll_fn(|cx| shared.fabric.poll_async_event(cx)) => {
-                shared.driver().on_async_event(shared, event?)?;
-            }
-            () = shared.driver_wake.notified() => {}
-            () = sleep_until(due.unwrap_or(far).into()), if due.is_some() => {}
-        }
-    }
-}
-
-/// Polls until nothing is there.
-async fn drain<F: Fabric>(shared: &Arc<Shared<F>>) -> Result<(), FabricError> {
-    loop {
-        for _ in 0..BATCHES_BEFORE_YIELD {
-            if shared.driver().progress(shared)? == 0 {
-                return Ok(());
-            }
-        }
-        tokio::task::yield_now().await;
-    }
-}
-
-/// Polls until nothing has come for `spin`.
-async fn spin_while_busy<F: Fabric>(shared: &Arc<Shared<F>>, spin: Duration) -> Result<(), FabricError> {
-    let mut last = Instant::now();
-    loop {
-        for _ in 0..BATCHES_BEFORE_YIELD {
-            if shared.driver().progress(shared)? > 0 {
-                last = Instant::now();
-            } else if last.elapsed() >= spin {
-                return Ok(());
-            }
-            std::hint::spin_loop();
-        }
-        tokio::task::yield_now().await;
-    }
-}
-
-/// The driver's thread in [`Progress::BusyPoll`].
-pub(crate) fn run_thread<F: Fabric>(shared: &Arc<Shared<F>>) {
-    let mut idle = 0u32;
-    loop {
-        let mut driver = shared.driver();
-        let step = driver.progress(shared).and_then(|polled| {
-            // The clock is read only now and then, and when there is nothing else to do.
-            idle = if polled == 0 { idle.wrapping_add(1) } else { 0 };
-            if idle % 64 == 1 || shared.is_stopping() {
-                driver.timers(shared);
-                let mut cx = std::task::Context::from_waker(std::task::Waker::noop());
-                if let std::task::Poll::Ready(event) = shared.fabric.poll_async_event(&mut cx) {
-                    driver.on_async_event(shared, event?)?;
-                }
-            }
-            Ok(())
-        });
-        drop(driver);
-        if let Err(error) = step {
-            shared.on_device_lost(error);
-            while !shared.driver_may_stop() {
-                shared.driver().timers(shared);
-                std::thread::sleep(QUIET_BEFORE_DESTROY / 4);
-            }
-        }
-        if shared.driver_may_stop() {
-            return;
-        }
-        std::hint::spin_loop();
-    }
-}
-
-/// How the driver's task spins.
-pub(crate) fn spin_of(progress: Progress) -> Duration {
-    match progress {
-        Progress::SpinThenPark { spin } => spin,
-        _ => Duration::ZERO,
-    }
 }

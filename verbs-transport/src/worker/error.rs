@@ -63,6 +63,21 @@ pub enum EpochEnd {
     /// The SRQ has no window left for this peer.
     #[error(transparent)]
     Exhausted(SharesExhausted),
+    /// The CQ could not hold every completion of one more QP.
+    #[error(
+        "the CQ's {cq_depth} completions are spoken for: {receive_slabs} receives and {qps} QPs of {send_wrs} sends; \
+         raise `cq_depth`, or lower `send_wrs` or `receive_slabs`"
+    )]
+    CqFull {
+        /// Completions that the CQ holds.
+        cq_depth: u32,
+        /// Receives of the SRQ, each of which may complete.
+        receive_slabs: u32,
+        /// QPs that exist.
+        qps: usize,
+        /// Sends of each, each of which may complete or be flushed.
+        send_wrs: u32,
+    },
     /// No PING came back over the new QP. The QPs were exchanged over TCP, but RDMA packets do not flow.
     #[error(
         "no answer over the new QP within {after:?}, from gid {local} (index {gid_index}) to gid {remote}: check that \

@@ -1,13 +1,17 @@
 //! The worker: the asynchronous shell around the protocol. It owns no protocol decision.
 
+mod accept;
 mod admission;
 mod config;
 mod connect;
+mod describe;
+mod dial;
 mod driver;
 mod error;
 mod inbound;
 mod outbox;
 mod peer;
+mod poll;
 mod shared;
 mod stats;
 
@@ -27,6 +31,7 @@ use verbs_bootstrap::{
 
 pub use admission::{Admission, AdmissionError, AdmissionState, SendOutcome};
 pub use config::{Config, ConfigError, Progress};
+pub use describe::PeerDescription;
 pub use error::{ConnectError, EpochEnd, RegisterError, SendError, StartError};
 pub use inbound::{Borrowed, Handler, Inbound, Received, Stream};
 pub use stats::{FlowStats, Stats};
@@ -42,7 +47,7 @@ use crate::{
     fabric::{Fabric, FabricError, RecvSlab},
     proto::{
         frame::MessageType,
-        link::{Frame, LinkLimits, SendErrorHandler},
+        link::{Frame, SendErrorHandler},
     },
 };
 
@@ -84,42 +89,6 @@ struct Running {
 enum Polling {
     Task(JoinHandle<()>),
     Thread(std::thread::JoinHandle<()>),
-}
-
-/// A connection as it is now.
-#[derive(Clone, Debug)]
-#[non_exhaustive]
-pub struct PeerDescription {
-    /// Who.
-    pub peer: InstanceId,
-    /// Registered here.
-    pub registered: bool,
-    /// A PING has come back over the QP.
-    pub proven: bool,
-    /// Device, port and GID in words, and why they were chosen.
-    pub path: String,
-    /// Our port.
-    pub local: PortIdentity,
-    /// The peer's, once its offer is known.
-    pub remote: Option<PortIdentity>,
-    /// Our QP's number.
-    pub qpn: Option<u32>,
-    /// The path MTU in bytes: the smaller of both ports'.
-    pub mtu_bytes: Option<u32>,
-    /// Inline bytes that the device granted.
-    pub inline_granted_bytes: Option<u32>,
-    /// What both sides agreed on.
-    pub limits: Option<LinkLimits>,
-    /// Largest frame to this peer in bytes, header and payload together.
-    pub max_message_bytes: Option<usize>,
-    /// Send credits left.
-    pub credits_left: Option<u16>,
-    /// Credits that we owe the peer.
-    pub credits_owed: Option<u16>,
-    /// WRs in flight.
-    pub wrs_in_flight: Option<u32>,
-    /// Frames that wait in the channel.
-    pub queued_frames: usize,
 }
 
 impl<F: Fabric> Worker<F> {
@@ -178,7 +147,7 @@ impl<F: Fabric> Worker<F> {
             .map_err(|error| StartError::Device { what: "filling the SRQ", source: error.source })?;
         shared.arm_srq_limit().map_err(|error| StartError::Device { what: error.what, source: error.source })?;
         let config = &shared.config;
-        let acceptor = Arc::new(connect::Accept(Arc::downgrade(shared)));
+        let acceptor = Arc::new(accept::Accept(Arc::downgrade(shared)));
         let listener = Listener::bind(shared.fabric.net(), config.bind, &config.bootstrap, acceptor).await?;
         let endpoint = self.endpoint(listener.local_addr());
         let address = WorkerAddress::encode(&endpoint)?;
@@ -211,12 +180,12 @@ impl<F: Fabric> Worker<F> {
         Ok(match progress {
             Progress::Manual => None,
             Progress::Event | Progress::SpinThenPark { .. } => {
-                Some(Polling::Task(runtime.spawn(driver::run_task(shared, driver::spin_of(progress)))))
+                Some(Polling::Task(runtime.spawn(poll::run_task(shared, poll::spin_of(progress)))))
             }
             Progress::BusyPoll => {
                 let poll = move || {
                     let _inside = runtime.enter();
-                    driver::run_thread(&shared);
+                    poll::run_thread(&shared);
                 };
                 let thread = std::thread::Builder::new().name("verbs-poll".to_owned()).spawn(poll);
                 let failed = |source| StartError::Device { what: "starting the polling thread", source };
@@ -230,7 +199,6 @@ impl<F: Fabric> Worker<F> {
     }
 
     /// This transport's key in a [`WorkerAddress`].
-    #[expect(clippy::unused_self, reason = "every transport answers for itself")]
     pub fn key(&self) -> &'static str {
         verbs_bootstrap::TRANSPORT_KEY
     }
@@ -282,7 +250,7 @@ impl<F: Fabric> Worker<F> {
                 RegisterVerdict::Retire { retired } => {
                     if retired.is_some() {
                         let cause = Arc::new(EpochEnd::PeerRestarted);
-                        peer.end_unbound(&mut state, shared, cause, &mut effects);
+                        peer.end_unbound(&mut state, shared, &cause, &mut effects);
                     }
                 }
             }
@@ -420,60 +388,6 @@ impl<F: Fabric> Worker<F> {
         Ok(polled)
     }
 
-    /// The connection to a peer as it is now; `None` for a peer that is not known.
-    pub fn describe(&self, peer: InstanceId) -> Option<PeerDescription> {
-        let shared = self.shared();
-        let peer = shared.find_peer(peer)?;
-        let local = shared.fabric.port();
-        let state = peer.lock();
-        let epoch = state.epoch.as_ref();
-        let link = epoch.and_then(|epoch| epoch.link.as_ref());
-        let remote = epoch.and_then(|epoch| epoch.remote.as_ref());
-        let eager = shared.config.eager_max_bytes;
-        Some(PeerDescription {
-            peer: peer.id,
-            registered: state.address.is_some(),
-            proven: link.is_some_and(crate::proto::link::Link::is_proven),
-            path: shared.fabric.path_reason(),
-            local,
-            remote: remote.map(|remote| remote.port),
-            qpn: epoch.map(|epoch| crate::fabric::FabricQp::qpn(&*epoch.qp).get()),
-            mtu_bytes: remote.map(|remote| remote.port.mtu.min(local.mtu).bytes()),
-            inline_granted_bytes: epoch.map(|epoch| crate::fabric::FabricQp::caps(&*epoch.qp).inline_bytes),
-            limits: link.map(crate::proto::link::Link::limits),
-            max_message_bytes: remote.map(|remote| remote.eager_max_bytes.min(eager) as usize),
-            credits_left: link.map(crate::proto::link::Link::credits_left),
-            credits_owed: link.map(crate::proto::link::Link::credits_owed),
-            wrs_in_flight: link.map(crate::proto::link::Link::wrs_in_flight),
-            queued_frames: state.queue.len(),
-        })
-    }
-
-    /// The device, port and GID in words, and why they were chosen.
-    pub fn path_reason(&self) -> String {
-        self.shared().fabric.path_reason()
-    }
-
-    /// Counts since the start, and gauges as they are now.
-    pub fn stats(&self) -> Stats {
-        let shared = self.shared();
-        let mut stats = shared.counters.snapshot();
-        stats.links = *shared.past_links();
-        for peer in shared.all_peers() {
-            let state = peer.lock();
-            stats.peers += usize::from(state.address.is_some());
-            if let Some(link) = state.epoch.as_ref().and_then(|epoch| epoch.link.as_ref()) {
-                stats.links.add(&link.counts());
-                stats.connections += usize::from(link.is_proven());
-            }
-        }
-        stats.qps = shared.qps();
-        stats.receives_promised = shared.shares().promised();
-        stats.send_slabs_free = shared.send_slabs.len();
-        stats.inbound_backlog_bytes = shared.backlog.bytes();
-        stats
-    }
-
     /// What the bootstrap's listener has seen, once started.
     pub fn listener_stats(&self) -> Option<ListenerStats> {
         lock(&self.owner.running).listener.as_ref().map(Listener::stats)
@@ -497,18 +411,14 @@ impl<F: Fabric> Worker<F> {
         shared.stop_driver();
         let driver = lock(&self.owner.running).driver.take();
         match driver {
-            Some(Polling::Task(task)) => {
-                if tokio::time::timeout(bound, task).await.is_err() {
-                    tracing::error!("the driver's task did not end");
-                }
-            }
+            Some(Polling::Task(task)) => join("the driver's task", bound, task).await,
             Some(Polling::Thread(thread)) => {
-                let join = tokio::task::spawn_blocking(move || thread.join());
-                if tokio::time::timeout(bound, join).await.is_err() {
-                    tracing::error!("the polling thread did not end");
-                }
+                join("the polling thread", bound, tokio::task::spawn_blocking(move || thread.join())).await;
             }
             None => {}
+        }
+        if let Some(mut driver) = shared.try_driver() {
+            driver.close_sink();
         }
         shared.advance(Life::Stopping, Life::Stopped);
     }
@@ -531,6 +441,13 @@ impl<F: Fabric> Worker<F> {
             }
             let _ = tokio::time::timeout(Duration::from_millis(5), told).await;
         }
+    }
+}
+
+/// Waits for the end of what polls, but not for ever.
+async fn join<T>(what: &'static str, bound: Duration, end: JoinHandle<T>) {
+    if tokio::time::timeout(bound, end).await.is_err() {
+        tracing::error!(what, ?bound, "did not end in time");
     }
 }
 

@@ -20,7 +20,7 @@ use super::{
     shared::Shared,
 };
 use crate::{
-    fabric::{Fabric, FabricQp, WrSeq},
+    fabric::{Fabric, FabricQp, SendData, SendWr, WrSeq},
     proto::{
         link::{Filled, Frame, InFlight, Link},
         send_queue::Ended,
@@ -213,7 +213,7 @@ impl<F: Fabric> Peer<F> {
                     shared.retire_op(self.id, op, Ended::Failed, &cause, effects);
                 }
                 let generation = epoch.generation;
-                self.end_epoch(state, shared, generation, cause, effects);
+                self.end_epoch(state, shared, generation, &cause, effects);
                 return;
             }
             let mut moved = false;
@@ -247,7 +247,7 @@ impl<F: Fabric> Peer<F> {
         state: &mut PeerState<F>,
         shared: &Shared<F>,
         generation: Generation,
-        cause: Arc<EpochEnd>,
+        cause: &Arc<EpochEnd>,
         effects: &mut Effects,
     ) -> bool {
         let ours = state.epoch.as_ref().is_some_and(|epoch| epoch.generation == generation);
@@ -263,11 +263,11 @@ impl<F: Fabric> Peer<F> {
         &self,
         state: &mut PeerState<F>,
         shared: &Shared<F>,
-        cause: Arc<EpochEnd>,
+        cause: &Arc<EpochEnd>,
         effects: &mut Effects,
     ) {
         shared.counters.epochs_ended.add(1);
-        let reason: &EpochEnd = &cause;
+        let reason: &EpochEnd = cause;
         tracing::info!(peer = %self.id, %reason, "connection ended");
         if let Some(epoch) = state.epoch.take() {
             let Epoch { qp, mut link, rx_window, lives, .. } = epoch;
@@ -275,13 +275,13 @@ impl<F: Fabric> Peer<F> {
             if let Some(link) = &mut link {
                 link.end();
             }
-            if let Err(error) = qp.to_error() {
-                tracing::warn!(peer = %self.id, %error, "the QP did not go to ERR; its flush may not come");
+            if let Err(error) = begin_flush(&*qp, link.as_mut()) {
+                tracing::warn!(peer = %self.id, %error, "the QP's flush did not begin; it ends by its deadline");
             }
             // Under the lock, so that a driver which finds the epoch gone finds it here.
             shared.retire(Retired { peer: self.id, qp, link, cause: cause.clone(), rx_window, since: shared.now() });
         }
-        let stopping = matches!(*cause, EpochEnd::ShuttingDown);
+        let stopping = matches!(**cause, EpochEnd::ShuttingDown);
         for frame in state.queue.drain(..) {
             let error = if stopping {
                 SendError::ShuttingDown
@@ -303,6 +303,21 @@ impl<F: Fabric> Peer<F> {
         }
         self.changed.notify_waiters();
     }
+}
+
+/// To ERR, and a marker behind everything that is in flight.
+fn begin_flush<Q: FabricQp>(qp: &Q, link: Option<&mut Link>) -> Result<(), Box<dyn std::error::Error>> {
+    qp.to_error()?;
+    let Some(link) = link else { return Ok(()) };
+    if let Some(seq) = link.drain_marker() {
+        let posted = qp.post(&[SendWr { seq, signaled: true, data: SendData::Inline(&[]) }]);
+        if let Err(error) = posted {
+            // It held nothing: what it would have told, the deadline tells.
+            link.take_back(seq).for_each(drop);
+            return Err(error.into());
+        }
+    }
+    Ok(())
 }
 
 impl<F: Fabric> Shared<F> {

@@ -135,10 +135,6 @@ impl<F: Fabric> Shared<F> {
         let _ = self.runtime.set(runtime);
     }
 
-    pub(crate) fn runtime(&self) -> Option<&Handle> {
-        self.runtime.get()
-    }
-
     /// Runs a task on the worker's runtime. Only after start.
     pub(crate) fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) -> AbortHandle {
         let runtime = self.runtime.get().expect("tasks are made after start only");
@@ -258,7 +254,7 @@ impl<F: Fabric> Shared<F> {
 
     pub(crate) fn end_epoch_of(&self, peer: &Arc<Peer<F>>, generation: Generation, cause: EpochEnd) {
         let mut effects = Effects::default();
-        peer.end_epoch(&mut peer.lock(), self, generation, Arc::new(cause), &mut effects);
+        peer.end_epoch(&mut peer.lock(), self, generation, &Arc::new(cause), &mut effects);
         effects.run(self);
     }
 
@@ -271,7 +267,7 @@ impl<F: Fabric> Shared<F> {
                 if let Some(generation) = state.exchange.generation() {
                     state.exchange.on_epoch_end(generation, self.now());
                 }
-                peer.end_unbound(&mut state, self, cause.clone(), &mut effects);
+                peer.end_unbound(&mut state, self, cause, &mut effects);
             }
             effects.run(self);
         }

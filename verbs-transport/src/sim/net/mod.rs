@@ -153,6 +153,7 @@ impl Net for SimNet {
                     return Err(error);
                 }
                 Dialed::Cut(healed) => tokio::select! {
+                    biased;
                     () = healed.notified() => {}
                     () = sleep(DIAL_GIVES_UP) => return Err(errno(ETIMEDOUT)),
                 },
@@ -173,16 +174,12 @@ impl NetListener for SimListener {
             let mut net = self.world.net();
             // A killed host's listener is gone: its acceptor waits for ever, as a dead process does.
             let Some(listener) = net.listeners.get_mut(&self.id) else { return Poll::Pending };
-            match listener.backlog.pop_front() {
-                Some((conn, from)) => {
-                    drop(net);
-                    Poll::Ready(Ok((SimStream::new(Arc::clone(&self.world), conn, 1), from)))
-                }
-                None => {
-                    listener.acceptor = Some(cx.waker().clone());
-                    Poll::Pending
-                }
+            if let Some((conn, from)) = listener.backlog.pop_front() {
+                drop(net);
+                return Poll::Ready(Ok((SimStream::new(Arc::clone(&self.world), conn, 1), from)));
             }
+            listener.acceptor = Some(cx.waker().clone());
+            Poll::Pending
         })
         .await
     }
@@ -246,6 +243,7 @@ impl NetState {
                 }
             }
         }
+        self.conns.retain(|_, conn| conn.open != [false, false]);
         woken
     }
 
@@ -338,7 +336,9 @@ impl NetState {
         if self.faults_on {
             let dribble = self.dice.chance(self.faults.dribble);
             self.counts.dribbles += u64::from(dribble);
-            pipes.iter_mut().for_each(|pipe| pipe.dribble = dribble);
+            for pipe in &mut pipes {
+                pipe.dribble = dribble;
+            }
             let fates = [
                 (Fate::Reset, self.faults.reset),
                 (Fate::BlackHole, self.faults.black_hole),

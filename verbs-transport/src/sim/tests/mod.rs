@@ -1,4 +1,7 @@
-//! The simulation against the rules of verbs, each as one test.
+//! The simulation against the rules of verbs, each as one test; then its faults, its net and its speed.
 
+mod faults;
+mod net;
 mod pair;
 mod rules;
+mod speed;

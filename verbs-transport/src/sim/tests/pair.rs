@@ -82,7 +82,8 @@ impl Side {
     }
 
     pub(super) async fn wake(&self) {
-        poll_fn(|cx| self.fabric.poll_wake(cx)).await.unwrap();
+        let an_hour = std::time::Duration::from_secs(3600);
+        tokio::time::timeout(an_hour, poll_fn(|cx| self.fabric.poll_wake(cx))).await.expect("a wake-up").unwrap();
     }
 
     pub(super) fn event(&self) -> Option<AsyncEvent> {
@@ -134,7 +135,7 @@ impl Pair {
 
     pub(super) async fn with(config: SimConfig, host: HostConfig, change: impl Fn(&mut QpPath)) -> Self {
         let world = SimWorld::new(config);
-        let a = Side::new(&world, A, host.clone());
+        let a = Side::new(&world, A, host);
         let mut b = Side::new(&world, B, host);
         let all = b.receives.len();
         b.post_receives(all);

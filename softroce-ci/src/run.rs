@@ -1,0 +1,99 @@
+//! `setup`, `run` and `shell`.
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use crate::cli::{Global, On, RunArgs};
+use crate::error::Error;
+use crate::metadata::Workspace;
+use crate::output::{Plain, Prefixed};
+use crate::place::{self, Ready};
+use crate::progress::Progress;
+use crate::session::{Job, Outcome, Session};
+use crate::term;
+
+/// `cargo softroce setup`.
+pub(crate) fn setup(global: &Global) -> Result<ExitCode, Error> {
+    let progress = Progress::new(global.quiet);
+    let packages =
+        Workspace::find_if_any()?.map_or(Vec::new(), |workspace| workspace.config.packages);
+    let ready = place::prepare(global, 1, &packages, &progress)?;
+    progress.clear();
+    if global.json {
+        println!("{}", serde_json::json!({ "via": ready.via.name(), "description": ready.describe() }));
+    } else {
+        progress.note(&format!("ready; the device will be had from {}", ready.describe()));
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// `cargo softroce run`.
+pub(crate) fn run(global: &Global, args: RunArgs) -> Result<ExitCode, Error> {
+    if args.peer.is_some() && args.hosts != 2 {
+        return Err(Error::Config("--peer needs --hosts 2".to_owned()));
+    }
+    let progress = Progress::new(global.quiet);
+    let ready = place::prepare(global, args.hosts, &[], &progress)?;
+    let mut session = start(&ready, global, args.hosts, &progress)?;
+    let job = |host: usize, argv: Vec<OsString>| {
+        let mut spec = place::command(&session, host, argv, global);
+        spec.stdin = host == 0;
+        Job { host, spec }
+    };
+    let jobs = match (args.hosts, args.peer, args.on) {
+        (2, Some(line), _) => vec![job(0, args.command), job(1, ["sh", "-c", &line].map(OsString::from).into())],
+        (2, None, On::Both) => vec![job(0, args.command.clone()), job(1, args.command)],
+        (2, None, On::Second) => vec![job(1, args.command)],
+        _ => vec![job(0, args.command)],
+    };
+    let input = jobs[0].spec.stdin;
+    let timeout = timeout(global);
+    let outcomes = if jobs.len() == 2 {
+        session.run(jobs, timeout, input, &mut Prefixed::new(Plain))?
+    } else {
+        session.run(jobs, timeout, input, &mut Plain)?
+    };
+    conclude(&outcomes, global)
+}
+
+/// `cargo softroce shell`.
+pub(crate) fn shell(global: &Global, command: Vec<OsString>) -> Result<ExitCode, Error> {
+    let progress = Progress::new(global.quiet);
+    let ready = place::prepare(global, 1, &[], &progress)?;
+    let mut session = start(&ready, global, 1, &progress)?;
+    let shell = std::env::var_os("SHELL").filter(|shell| !shell.is_empty()).unwrap_or_else(|| "/bin/sh".into());
+    let argv = if command.is_empty() { vec![shell] } else { command };
+    let mut spec = place::command(&session, 0, argv, global);
+    spec.pty = Some(term::size());
+    progress.note(&format!("a shell with {}; its end ends everything", session.device));
+    let raw = term::Raw::enter();
+    let outcomes = session.run(vec![Job { host: 0, spec }], None, true, &mut Plain);
+    drop(raw);
+    conclude(&outcomes?, global)
+}
+
+/// Starts a session in which the current directory is visible.
+pub(crate) fn start(ready: &Ready, global: &Global, hosts: u8, progress: &Progress) -> Result<Session, Error> {
+    let visible: Vec<_> = std::env::current_dir().into_iter().collect();
+    ready.start(global, hosts, &visible, progress)
+}
+
+/// `--timeout` as a duration.
+pub(crate) fn timeout(global: &Global) -> Option<Duration> {
+    (global.timeout > 0).then(|| Duration::from_secs(global.timeout))
+}
+
+/// The first status that is not zero; a command that we killed is an error of ours.
+pub(crate) fn conclude(outcomes: &[Outcome], global: &Global) -> Result<ExitCode, Error> {
+    for outcome in outcomes {
+        match outcome {
+            Outcome::TimedOut => return Err(Error::Timeout(global.timeout)),
+            Outcome::Exited(0) | Outcome::Abandoned => {}
+            Outcome::Exited(status) => {
+                return Ok(ExitCode::from(u8::try_from(*status).unwrap_or(255)));
+            }
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}

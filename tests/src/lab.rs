@@ -1,0 +1,180 @@
+//! Where a scenario runs.
+
+use std::{future::Future, net::SocketAddr, sync::Arc, time::Duration};
+
+use verbs_bootstrap::{InstanceId, TcpNet};
+use verbs_transport::{
+    Config,
+    fabric::{Fabric, SlabSizes},
+    sim::{Faults, HostConfig, SimConfig, SimFabric, SimWorld},
+    verbs::{DeviceConfig, DeviceFabric},
+};
+
+use crate::leaks::Census;
+
+/// Makes fabrics and the configurations of the workers on them. Hosts are numbered from 1.
+pub trait Lab: Send + Sync + 'static {
+    /// The fabric.
+    type F: Fabric;
+
+    /// The fabric of host `n`, with these slabs.
+    fn fabric_with(&self, n: u32, slabs: SlabSizes) -> Self::F;
+
+    /// The configuration of a worker on host `n`.
+    fn config(&self, n: u32) -> Config;
+
+    /// Times to repeat what is repeated: fewer on a device under emulation.
+    fn rounds(&self, sim: u32, device: u32) -> u32;
+
+    /// RNR NAKs so far, over all hosts.
+    fn rnr_naks(&self) -> u64;
+
+    /// The fabric of host `n`.
+    fn fabric(&self, n: u32) -> Self::F {
+        self.fabric_with(n, SMALL_SLABS)
+    }
+}
+
+/// Enough for a few peers, and quick to pin under emulation.
+pub const SMALL_SLABS: SlabSizes =
+    SlabSizes { receive_slabs: 512, receive_bytes: 8192, send_slabs: 64, send_bytes: 8192 };
+
+/// Simulated hosts 10.0.0.n.
+pub struct SimLab {
+    /// The world.
+    pub world: SimWorld,
+}
+
+impl SimLab {
+    /// A world with 2 to 5 µs from host to host.
+    pub fn new(seed: u64, faults: Faults) -> Self {
+        let us = Duration::from_micros;
+        let config = SimConfig { seed, faults, latency: us(2)..=us(5), net_latency: us(20)..=us(50) };
+        Self { world: SimWorld::new(config) }
+    }
+
+    /// The address of host `n`.
+    pub fn addr(n: u32) -> std::net::Ipv4Addr {
+        std::net::Ipv4Addr::from(0x0a00_0000 + n)
+    }
+}
+
+impl Lab for SimLab {
+    type F = SimFabric;
+
+    fn fabric_with(&self, n: u32, slabs: SlabSizes) -> SimFabric {
+        self.world.host(Self::addr(n), HostConfig { slabs, ..HostConfig::default() })
+    }
+
+    fn config(&self, n: u32) -> Config {
+        Config {
+            instance: InstanceId(u128::from(n)),
+            bind: SocketAddr::from((Self::addr(n), 0)),
+            seed: Some(self.world.seed() ^ (u64::from(n) << 32)),
+            ..Config::default()
+        }
+    }
+
+    fn rounds(&self, sim: u32, _device: u32) -> u32 {
+        sim
+    }
+
+    fn rnr_naks(&self) -> u64 {
+        self.world.stats().rnr_naks
+    }
+}
+
+/// The RDMA device of this machine, over loopback TCP.
+pub struct DeviceLab {
+    /// What workers are opened with.
+    pub device: DeviceConfig,
+}
+
+impl DeviceLab {
+    /// The device that is found.
+    pub fn new() -> Self {
+        Self { device: DeviceConfig::default() }
+    }
+}
+
+impl Default for DeviceLab {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Lab for DeviceLab {
+    type F = DeviceFabric<TcpNet>;
+
+    fn fabric_with(&self, _n: u32, slabs: SlabSizes) -> Self::F {
+        let config = DeviceConfig { slabs, ..self.device.clone() };
+        DeviceFabric::open(&config, TcpNet::default())
+            .expect("a device test needs an RDMA device: `cargo softroce test`")
+    }
+
+    fn config(&self, n: u32) -> Config {
+        Config { instance: InstanceId(u128::from(n)), ..Config::default() }
+    }
+
+    fn rounds(&self, _sim: u32, device: u32) -> u32 {
+        device
+    }
+
+    fn rnr_naks(&self) -> u64 {
+        crate::leaks::hw_counter("send_rnr_err") + crate::leaks::hw_counter("rcvd_rnr_err")
+    }
+}
+
+/// Runs a scenario on simulated hosts in fake time, and checks that everything has come home.
+///
+/// # Panics
+///
+/// When the scenario does, or when something is left in the devices.
+pub fn on_sim<S, R>(seed: u64, faults: Faults, scenario: S)
+where
+    S: FnOnce(Arc<SimLab>) -> R,
+    R: Future<Output = ()>,
+{
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().expect("a runtime");
+    let lab = Arc::new(SimLab::new(seed, faults));
+    let printer = PrintSeed(seed);
+    runtime.block_on(async {
+        scenario(lab.clone()).await;
+        // Tasks that were told to end get their turn.
+        tokio::time::sleep(Duration::from_secs(1)).await;
+    });
+    let report = lab.world.report();
+    assert!(report.is_quiet(), "something was left behind: {report}");
+    std::mem::forget(printer);
+}
+
+/// Says the seed when a scenario panics.
+struct PrintSeed(u64);
+
+impl Drop for PrintSeed {
+    fn drop(&mut self) {
+        eprintln!("this was seed {}", self.0);
+    }
+}
+
+/// Runs a scenario on the RDMA device in real time, and checks that no descriptor, QP, MR or thread is left.
+///
+/// # Panics
+///
+/// When the scenario does, without a device, or when something is left.
+pub fn on_device<S, R>(lab: DeviceLab, scenario: S)
+where
+    S: FnOnce(Arc<DeviceLab>) -> R,
+    R: Future<Output = ()>,
+{
+    // One test at a time: they share the device, two processors, and the counts.
+    let _turn = crate::leaks::device_turn();
+    let before = Census::take();
+    let lab = Arc::new(lab);
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("a runtime");
+    runtime.block_on(scenario(lab));
+    runtime.shutdown_timeout(Duration::from_secs(5));
+    before.assert_same();
+}

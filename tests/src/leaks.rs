@@ -1,0 +1,72 @@
+//! What a process must not have more of after a test than before.
+
+use std::{
+    fs,
+    process::Command,
+    sync::{Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+static TURN: Mutex<()> = Mutex::new(());
+
+/// Device tests run one at a time.
+pub fn device_turn() -> MutexGuard<'static, ()> {
+    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Descriptors and threads of this process; objects of all RDMA devices.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Census {
+    /// Open descriptors.
+    pub fds: usize,
+    /// Threads.
+    pub threads: usize,
+    /// What `rdma resource show` says: pd, cq, qp, mr and so on of each device.
+    pub rdma: Vec<String>,
+}
+
+impl Census {
+    /// Counts now.
+    ///
+    /// # Panics
+    ///
+    /// Without /proc or the `rdma` command.
+    pub fn take() -> Self {
+        let count = |dir: &str| fs::read_dir(dir).expect("/proc is mounted").count();
+        let output = Command::new("rdma").args(["resource", "show"]).output().expect("the rdma command of iproute2");
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        Self {
+            // Reading the directory takes one itself, each time.
+            fds: count("/proc/self/fd"),
+            threads: count("/proc/self/task"),
+            rdma: text.lines().map(str::to_owned).collect(),
+        }
+    }
+
+    /// Checks that the counts are as before; threads and kernel objects may take a moment to go.
+    ///
+    /// # Panics
+    ///
+    /// When they are not after 5 s.
+    pub fn assert_same(&self) {
+        let deadline = Instant::now() + Duration::from_secs(5);
+        loop {
+            let now = Self::take();
+            if now == *self {
+                return;
+            }
+            assert!(Instant::now() < deadline, "left behind:\nbefore {self:#?}\nafter  {now:#?}");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+}
+
+/// One counter of `hw_counters`, summed over all devices and ports; 0 where the device has none of that name.
+pub fn hw_counter(name: &str) -> u64 {
+    let devices = fs::read_dir("/sys/class/infiniband").into_iter().flatten().flatten();
+    let ports = devices.flat_map(|device| fs::read_dir(device.path().join("ports")).into_iter().flatten().flatten());
+    ports
+        .filter_map(|port| fs::read_to_string(port.path().join("hw_counters").join(name)).ok())
+        .filter_map(|text| text.trim().parse::<u64>().ok())
+        .sum()
+}

@@ -1,0 +1,68 @@
+//! The scenarios, and the macros that make a suite of them for one kind of lab.
+
+pub mod basic;
+pub mod credits;
+
+/// Makes one `#[test]` of each scenario of [`basic`] and [`credits`]. `$run` takes a scenario and runs it.
+#[macro_export]
+macro_rules! messaging_suite {
+    ($run:path) => {
+        $crate::suite!(
+            $run,
+            $crate::scenarios::basic,
+            [
+                mt_01_single_round_trip,
+                mt_02_bidirectional,
+                mt_03_ten_on_one_connection,
+                mt_04_response_stream,
+                mt_05_event_stream,
+                mt_06_ack_goes_to_the_event_stream,
+                mt_07_mixed_types,
+                mt_08_large_payload,
+                mt_09_empty_header_and_payload,
+                mt_10_mesh_of_three,
+                mt_11_concurrent_senders,
+                mt_12_unregistered_peer,
+                mt_13_reuse_of_one_connection,
+                mt_14_graceful_shutdown,
+                mt_15_hundred_messages,
+                mt_16_half_a_megabyte,
+                mt_21_order_under_pressure,
+                mt_26_oversize_by_one_byte,
+                mt_28_two_hundred_kibibytes_in_order,
+                sizes_around_every_border,
+                send_before_start_is_reported,
+                send_after_shutdown_is_reported,
+                describe_tells_the_path,
+                bad_addresses_are_typed_errors,
+                shutdown_is_idempotent_and_may_precede_start,
+            ]
+        );
+        $crate::suite!(
+            $run,
+            $crate::scenarios::credits,
+            [
+                window_drained_and_revived_by_pure_grants,
+                both_sides_at_zero,
+                many_messages_without_rnr,
+                flooding_without_reading,
+                crossed_first_sends,
+                concurrent_small_sends_fit_any_send_queue,
+            ]
+        );
+    };
+}
+
+/// Makes one `#[test]` of each named scenario of a module.
+#[macro_export]
+macro_rules! suite {
+    ($run:path, $module:path, [$($name:ident,)*]) => {
+        $(
+            #[test]
+            fn $name() {
+                use $module as scenarios;
+                $run(scenarios::$name);
+            }
+        )*
+    };
+}

@@ -1,0 +1,11 @@
+//! The messaging scenarios on this machine's RDMA device, in real time.
+
+use std::{future::Future, sync::Arc};
+
+use verbs_tests::lab::{DeviceLab, on_device};
+
+fn run<R: Future<Output = ()>>(scenario: impl FnOnce(Arc<DeviceLab>) -> R) {
+    on_device(DeviceLab::new(), scenario);
+}
+
+verbs_tests::messaging_suite!(run);

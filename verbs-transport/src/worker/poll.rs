@@ -1,0 +1,127 @@
+//! Who runs the driver: a task that sleeps on the completion channel, or a thread that never sleeps.
+
+use std::{
+    future::poll_fn,
+    sync::Arc,
+    task::{Context, Poll, Waker},
+    time::{Duration, Instant},
+};
+
+use tokio::time::sleep_until;
+
+use super::{config::Progress, driver::QUIET_BEFORE_DESTROY, shared::Shared};
+use crate::fabric::{Fabric, FabricError};
+
+/// Full poll batches in a row before the driver's task lets others run.
+const BATCHES_BEFORE_YIELD: u32 = 8;
+
+/// The driver's task: arm, drain, wait. Ends after shutdown, when the last connection is gone.
+pub(crate) async fn run_task<F: Fabric>(shared: Arc<Shared<F>>, spin: Duration) {
+    if let Err(error) = drive(&shared, spin).await {
+        shared.on_device_lost(error);
+        // The device is gone, its flushes will not come; what is in flight ends by the clock.
+        while !shared.driver_may_stop() {
+            let due = shared.driver().timers(&shared);
+            let due = due.unwrap_or_else(|| shared.now() + QUIET_BEFORE_DESTROY);
+            tokio::select! {
+                () = sleep_until(due.into()) => {}
+                () = shared.driver_wake.notified() => {}
+            }
+        }
+    }
+}
+
+async fn drive<F: Fabric>(shared: &Arc<Shared<F>>, spin: Duration) -> Result<(), FabricError> {
+    loop {
+        if !spin.is_zero() {
+            spin_while_busy(shared, spin).await?;
+        }
+        shared.fabric.arm()?;
+        drain(shared).await?;
+        let due = shared.driver().timers(shared);
+        if shared.driver_may_stop() {
+            return Ok(());
+        }
+        let far = shared.now() + Duration::from_secs(3600);
+        tokio::select! {
+            biased;
+            woken = poll_fn(|cx| shared.fabric.poll_wake(cx)) => {
+                woken?;
+                shared.counters.wakes.add(1);
+            }
+            event = poll_fn(|cx| shared.fabric.poll_async_event(cx)) => {
+                shared.driver().on_async_event(shared, event?)?;
+            }
+            () = shared.driver_wake.notified() => {}
+            () = sleep_until(due.unwrap_or(far).into()), if due.is_some() => {}
+        }
+    }
+}
+
+/// Polls until nothing is there.
+async fn drain<F: Fabric>(shared: &Arc<Shared<F>>) -> Result<(), FabricError> {
+    loop {
+        for _ in 0..BATCHES_BEFORE_YIELD {
+            if shared.driver().progress(shared)? == 0 {
+                return Ok(());
+            }
+        }
+        tokio::task::yield_now().await;
+    }
+}
+
+/// Polls until nothing has come for `spin`.
+async fn spin_while_busy<F: Fabric>(shared: &Arc<Shared<F>>, spin: Duration) -> Result<(), FabricError> {
+    let mut last = Instant::now();
+    loop {
+        for _ in 0..BATCHES_BEFORE_YIELD {
+            if shared.driver().progress(shared)? > 0 {
+                last = Instant::now();
+            } else if last.elapsed() >= spin {
+                return Ok(());
+            }
+            std::hint::spin_loop();
+        }
+        tokio::task::yield_now().await;
+    }
+}
+
+/// The driver's thread in [`Progress::BusyPoll`].
+pub(crate) fn run_thread<F: Fabric>(shared: &Arc<Shared<F>>) {
+    let mut idle = 0u32;
+    loop {
+        let mut driver = shared.driver();
+        let step = driver.progress(shared).and_then(|polled| {
+            // The clock is read only now and then, and when there is nothing else to do.
+            idle = if polled == 0 { idle.wrapping_add(1) } else { 0 };
+            if idle % 64 == 1 || shared.is_stopping() {
+                driver.timers(shared);
+                let mut cx = Context::from_waker(Waker::noop());
+                if let Poll::Ready(event) = shared.fabric.poll_async_event(&mut cx) {
+                    driver.on_async_event(shared, event?)?;
+                }
+            }
+            Ok(())
+        });
+        drop(driver);
+        if let Err(error) = step {
+            shared.on_device_lost(error);
+            while !shared.driver_may_stop() {
+                shared.driver().timers(shared);
+                std::thread::sleep(QUIET_BEFORE_DESTROY / 4);
+            }
+        }
+        if shared.driver_may_stop() {
+            return;
+        }
+        std::hint::spin_loop();
+    }
+}
+
+/// How the driver's task spins.
+pub(crate) fn spin_of(progress: Progress) -> Duration {
+    match progress {
+        Progress::SpinThenPark { spin } => spin,
+        _ => Duration::ZERO,
+    }
+}
