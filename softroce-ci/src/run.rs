@@ -16,8 +16,7 @@ use crate::term;
 /// `cargo softroce setup`.
 pub(crate) fn setup(global: &Global) -> Result<ExitCode, Error> {
     let progress = Progress::new(global.quiet);
-    let packages =
-        Workspace::find_if_any()?.map_or(Vec::new(), |workspace| workspace.config.packages);
+    let packages = Workspace::find_if_any()?.map_or(Vec::new(), |workspace| workspace.config.packages);
     let ready = place::prepare(global, 1, &packages, &progress)?;
     progress.clear();
     if global.json {

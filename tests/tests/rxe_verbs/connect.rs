@@ -103,7 +103,9 @@ fn a_gid_is_found_again_by_value() {
         add("10.98.0.8"); // takes the free slot
         add("10.98.0.7");
         connect(&a, &rig.device, &b, &rig.device).await;
-        assert_ne!(rig.device.port().gid_index, before, "else this test shows nothing");
+        let now = rig.device.port().gid_index;
+        assert_ne!(now, before, "else this test shows nothing");
+        assert!(rig.device.path_reason().ends_with(&format!("now at gid_index {now}")), "{:?}", rig.device);
         a.post(&[inline(0, b"found")]).expect("a post");
         assert_eq!(rig.receive_one(), b"found");
     });
