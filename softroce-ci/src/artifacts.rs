@@ -48,11 +48,7 @@ struct Profile {
 }
 
 /// Builds all tests of the workspace.
-pub(crate) fn tests(
-    workspace: &Workspace,
-    release: bool,
-    quiet: bool,
-) -> Result<Vec<Binary>, Error> {
+pub(crate) fn tests(workspace: &Workspace, release: bool, quiet: bool) -> Result<Vec<Binary>, Error> {
     let mut command = cargo();
     command.args(["test", "--workspace", "--no-run"]);
     add_features(&mut command, &workspace.config.features);
@@ -61,85 +57,40 @@ pub(crate) fn tests(
     }
     let messages = build(command, "cargo test --workspace --no-run", quiet)?;
     let libraries = libraries(workspace, release);
-    let mut binaries: Vec<Binary> = messages
-        .iter()
-        .filter_map(|message| binary(workspace, message, &messages, &libraries))
-        .collect();
+    let mut binaries: Vec<Binary> =
+        messages.iter().filter_map(|message| binary(workspace, message, &messages, &libraries)).collect();
     binaries.sort_by(|a, b| (a.place, &a.name).cmp(&(b.place, &b.name)));
     Ok(binaries)
 }
 
-fn binary(
-    workspace: &Workspace,
-    message: &Message,
-    all: &[Message],
-    libraries: &OsString,
-) -> Option<Binary> {
-    let executable = message
-        .executable
-        .clone()
-        .filter(|_| message.profile.as_ref().is_some_and(|p| p.test))?;
+fn binary(workspace: &Workspace, message: &Message, all: &[Message], libraries: &OsString) -> Option<Binary> {
+    let executable = message.executable.clone().filter(|_| message.profile.as_ref().is_some_and(|p| p.test))?;
     let package = workspace.package(&message.package_id)?;
     let target = message.target.as_ref()?;
     let is_test = target.kind.iter().any(|kind| kind == "test");
     let (place, name) = if is_test {
-        (
-            workspace.config.place(&package.name, &target.name),
-            format!("{} {}", package.name, target.name),
-        )
-    } else if target
-        .kind
-        .iter()
-        .any(|kind| kind.contains("lib") || kind == "proc-macro")
-    {
+        (workspace.config.place(&package.name, &target.name), format!("{} {}", package.name, target.name))
+    } else if target.kind.iter().any(|kind| kind.contains("lib") || kind == "proc-macro") {
         (Where::Host, format!("{} (lib)", package.name))
     } else {
-        (
-            Where::Host,
-            format!(
-                "{} ({} {})",
-                package.name,
-                target.kind.join(" "),
-                target.name
-            ),
-        )
+        (Where::Host, format!("{} ({} {})", package.name, target.kind.join(" "), target.name))
     };
     let mut env = package_env(package);
     env.push(("LD_LIBRARY_PATH".into(), libraries.clone()));
-    for other in all
-        .iter()
-        .filter(|other| is_test && other.package_id == message.package_id)
-    {
-        let bin = other
-            .target
-            .as_ref()
-            .filter(|target| target.kind.iter().any(|kind| kind == "bin"));
-        if let (Some(bin), Some(path), Some(Profile { test: false })) =
-            (bin, &other.executable, &other.profile)
-        {
-            env.push((
-                format!("CARGO_BIN_EXE_{}", bin.name).into(),
-                path.clone().into(),
-            ));
+    for other in all.iter().filter(|other| is_test && other.package_id == message.package_id) {
+        let bin = other.target.as_ref().filter(|target| target.kind.iter().any(|kind| kind == "bin"));
+        if let (Some(bin), Some(path), Some(Profile { test: false })) = (bin, &other.executable, &other.profile) {
+            env.push((format!("CARGO_BIN_EXE_{}", bin.name).into(), path.clone().into()));
         }
     }
-    Some(Binary {
-        name,
-        place,
-        executable,
-        dir: package.dir().to_path_buf(),
-        env,
-    })
+    Some(Binary { name, place, executable, dir: package.dir().to_path_buf(), env })
 }
 
 /// The few of cargo's variables that tests read at run time.
 fn package_env(package: &Package) -> Vec<(OsString, OsString)> {
     vec![
         ("CARGO_MANIFEST_DIR".into(), package.dir().into()),
-        (
-            "CARGO_MANIFEST_PATH".into(),
-            package.manifest_path.clone().into(),
-        ),
+        ("CARGO_MANIFEST_PATH".into(), package.manifest_path.clone().into()),
         ("CARGO_PKG_NAME".into(), package.name.clone().into()),
         ("CARGO_PKG_VERSION".into(), package.version.clone().into()),
     ]
@@ -147,23 +98,13 @@ fn package_env(package: &Package) -> Vec<(OsString, OsString)> {
 
 /// Where tests of procedural macros, and those that use a `dylib`, find their libraries.
 fn libraries(workspace: &Workspace, release: bool) -> OsString {
-    let mut path = workspace
-        .target_dir
-        .join(if release {
-            "release/deps"
-        } else {
-            "debug/deps"
-        })
-        .into_os_string();
+    let mut path = workspace.target_dir.join(if release { "release/deps" } else { "debug/deps" }).into_os_string();
     let rustc = Command::new(std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into()))
         .args(["--print", "sysroot"])
         .stderr(Stdio::null())
         .output();
     if let Ok(output) = rustc {
-        path.push(format!(
-            ":{}/lib",
-            String::from_utf8_lossy(&output.stdout).trim()
-        ));
+        path.push(format!(":{}/lib", String::from_utf8_lossy(&output.stdout).trim()));
     }
     path
 }
@@ -175,40 +116,21 @@ pub(crate) fn program(what: &str, program: &Program, quiet: bool) -> Result<Path
         (None, Some(name)) => ("bin", name),
         _ => {
             let why = "has to name an `example` or a `bin`, and not both";
-            return Err(Error::Config(format!(
-                "[workspace.metadata.softroce] {what} {why}"
-            )));
+            return Err(Error::Config(format!("[workspace.metadata.softroce] {what} {why}")));
         }
     };
     let mut command = cargo();
-    command.args([
-        "build",
-        "--package",
-        &program.package,
-        &format!("--{kind}"),
-        name,
-    ]);
+    command.args(["build", "--package", &program.package, &format!("--{kind}"), name]);
     add_features(&mut command, &program.features);
     if program.release {
         command.arg("--release");
     }
-    let messages = build(
-        command,
-        &format!("cargo build --package {} --{kind} {name}", program.package),
-        quiet,
-    )?;
+    let messages = build(command, &format!("cargo build --package {} --{kind} {name}", program.package), quiet)?;
     let built = messages.into_iter().rev().find_map(|message| {
         let target = message.target?;
-        (target.name == *name && target.kind.iter().any(|of| of == kind))
-            .then_some(message.executable)
-            .flatten()
+        (target.name == *name && target.kind.iter().any(|of| of == kind)).then_some(message.executable).flatten()
     });
-    built.ok_or_else(|| {
-        Error::Config(format!(
-            "cargo built no {kind} `{name}` of {}",
-            program.package
-        ))
-    })
+    built.ok_or_else(|| Error::Config(format!("cargo built no {kind} `{name}` of {}", program.package)))
 }
 
 fn add_features(command: &mut Command, features: &[String]) {
@@ -223,10 +145,7 @@ fn build(mut command: Command, name: &str, quiet: bool) -> Result<Vec<Message>, 
     if quiet {
         command.arg("--quiet");
     }
-    command
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .process_group(0);
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).process_group(0);
     let mut child = command.spawn().context(|| format!("run {name}"))?;
     let _registered = signals::register_group(child.id());
     let pipe = child.stdout.take();
@@ -244,9 +163,7 @@ fn build(mut command: Command, name: &str, quiet: bool) -> Result<Vec<Message>, 
 
 /// An artifact; other messages do not matter.
 fn parse(line: &str) -> Option<Message> {
-    serde_json::from_str::<Message>(line)
-        .ok()
-        .filter(|message| message.reason == "compiler-artifact")
+    serde_json::from_str::<Message>(line).ok().filter(|message| message.reason == "compiler-artifact")
 }
 
 #[cfg(test)]
@@ -266,18 +183,9 @@ mod tests {
 
     #[test]
     fn a_program_is_an_example_or_a_binary() {
-        let both = Program {
-            example: Some("a".into()),
-            bin: Some("b".into()),
-            ..Program::default()
-        };
+        let both = Program { example: Some("a".into()), bin: Some("b".into()), ..Program::default() };
         for wrong in [both, Program::default()] {
-            assert!(
-                program("demo", &wrong, true)
-                    .unwrap_err()
-                    .to_string()
-                    .contains("demo")
-            );
+            assert!(program("demo", &wrong, true).unwrap_err().to_string().contains("demo"));
         }
     }
 }

@@ -7,12 +7,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 
 /// A host with a Soft-RoCE device, made on any machine, and things run in it.
 #[derive(Debug, Parser)]
-#[command(
-    name = "cargo softroce",
-    bin_name = "cargo softroce",
-    version,
-    max_term_width = 100
-)]
+#[command(name = "cargo softroce", bin_name = "cargo softroce", version, max_term_width = 100)]
 pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: Command,
@@ -173,9 +168,7 @@ mod tests {
     #[test]
     fn a_command_s_own_flags_are_left_alone() {
         let cli = parse(&["run", "--hosts", "2", "--", "ls", "--json", "-v", "a b"]).unwrap();
-        let Command::Run(run) = cli.command else {
-            panic!()
-        };
+        let Command::Run(run) = cli.command else { panic!() };
         assert_eq!(run.command, ["ls", "--json", "-v", "a b"]);
         assert!(!cli.global.json && !cli.global.verbose);
     }

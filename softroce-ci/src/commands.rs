@@ -19,16 +19,12 @@ pub(crate) struct Commands {
 
 impl Commands {
     pub(crate) fn new(out: Out) -> Self {
-        Self {
-            running: HashMap::new(),
-            out,
-        }
+        Self { running: HashMap::new(), out }
     }
 
     /// Obeys one frame; those that are no business of a command are ignored.
     pub(crate) fn handle(&mut self, frame: Frame) {
-        self.running
-            .retain(|_, (_, ended)| !ended.load(Ordering::SeqCst));
+        self.running.retain(|_, (_, ended)| !ended.load(Ordering::SeqCst));
         if frame.kind == Kind::Exec {
             self.start(&frame);
             return;
@@ -51,21 +47,15 @@ impl Commands {
 
     /// Signals all that run; whether there were any.
     pub(crate) fn signal_all(&mut self, number: i32) -> bool {
-        self.running
-            .retain(|_, (_, ended)| !ended.load(Ordering::SeqCst));
-        self.running
-            .values()
-            .for_each(|(running, _)| running.signal(number));
+        self.running.retain(|_, (_, ended)| !ended.load(Ordering::SeqCst));
+        self.running.values().for_each(|(running, _)| running.signal(number));
         !self.running.is_empty()
     }
 
     fn start(&mut self, frame: &Frame) {
         let ended = Arc::new(AtomicBool::new(false));
-        let sink: Arc<dyn Sink> = Arc::new(FrameSink {
-            channel: frame.channel,
-            out: self.out.clone(),
-            ended: ended.clone(),
-        });
+        let sink: Arc<dyn Sink> =
+            Arc::new(FrameSink { channel: frame.channel, out: self.out.clone(), ended: ended.clone() });
         match serde_json::from_slice::<ExecSpec>(&frame.body) {
             Ok(spec) => {
                 if let Some(running) = exec::start(&spec, &sink) {
@@ -73,9 +63,7 @@ impl Commands {
                 }
             }
             Err(error) => {
-                sink.stderr(
-                    format!("cargo softroce: a command that cannot be read: {error}\n").as_bytes(),
-                );
+                sink.stderr(format!("cargo softroce: a command that cannot be read: {error}\n").as_bytes());
                 sink.exit(126);
             }
         }
@@ -123,10 +111,7 @@ mod tests {
 
     fn commands() -> (Commands, Receiver<Frame>) {
         let (tell, frames) = channel();
-        (
-            Commands::new(Arc::new(move |frame| drop(tell.send(frame)))),
-            frames,
-        )
+        (Commands::new(Arc::new(move |frame| drop(tell.send(frame)))), frames)
     }
 
     fn spec(words: &[&str]) -> ExecSpec {
@@ -153,11 +138,7 @@ mod tests {
                 Kind::Stdout => out.extend(frame.body),
                 Kind::Stderr => err.extend(frame.body),
                 Kind::Exit => {
-                    return (
-                        String::from_utf8(out).unwrap(),
-                        String::from_utf8(err).unwrap(),
-                        frame.number(),
-                    );
+                    return (String::from_utf8(out).unwrap(), String::from_utf8(err).unwrap(), frame.number());
                 }
                 _ => {}
             }
@@ -166,32 +147,13 @@ mod tests {
 
     #[test]
     fn words_arrive_as_given_and_streams_stay_apart() {
-        let odd = [
-            "sh",
-            "-c",
-            "printf '<%s>' \"$@\"; echo oops >&2; exit 3",
-            "sh",
-            "a b",
-            "\"q\" 'q'",
-            "",
-            "ä\n*",
-        ];
-        assert_eq!(
-            run(&spec(&odd), &[]),
-            (
-                "<a b><\"q\" 'q'><><ä\n*>".to_owned(),
-                "oops\n".to_owned(),
-                3
-            )
-        );
+        let odd = ["sh", "-c", "printf '<%s>' \"$@\"; echo oops >&2; exit 3", "sh", "a b", "\"q\" 'q'", "", "ä\n*"];
+        assert_eq!(run(&spec(&odd), &[]), ("<a b><\"q\" 'q'><><ä\n*>".to_owned(), "oops\n".to_owned(), 3));
     }
 
     #[test]
     fn input_goes_in_and_ends() {
-        let spec = ExecSpec {
-            stdin: true,
-            ..spec(&["cat"])
-        };
+        let spec = ExecSpec { stdin: true, ..spec(&["cat"]) };
         assert_eq!(run(&spec, &[b"one ", b"two"]).0, "one two");
     }
 
@@ -213,10 +175,8 @@ mod tests {
 
     #[test]
     fn a_command_on_a_terminal_has_one_of_its_own() {
-        let spec = ExecSpec {
-            pty: Some((24, 80)),
-            ..spec(&["sh", "-c", "stty size </dev/tty; tty >/dev/null; exit $?"])
-        };
+        let spec =
+            ExecSpec { pty: Some((24, 80)), ..spec(&["sh", "-c", "stty size </dev/tty; tty >/dev/null; exit $?"]) };
         let (out, _, status) = run(&spec, &[]);
         assert_eq!((out.trim(), status), ("24 80", 0));
     }

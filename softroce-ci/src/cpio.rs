@@ -41,20 +41,13 @@ impl<W: Write> Archive<W> {
     }
 
     fn entry(&mut self, name: &str, mode: u32, content: &[u8]) -> io::Result<()> {
-        let too_long = |_| {
-            io::Error::new(
-                io::ErrorKind::InvalidInput,
-                "an initramfs file of 4 GiB or more",
-            )
-        };
+        let too_long = |_| io::Error::new(io::ErrorKind::InvalidInput, "an initramfs file of 4 GiB or more");
         let size = u32::try_from(content.len()).map_err(too_long)?;
         let name_size = u32::try_from(name.len() + 1).map_err(too_long)?;
         self.inode += 1;
         let links = if mode & 0o170_000 == DIRECTORY { 2 } else { 1 };
         // inode, mode, uid, gid, links, mtime, size, device (2), special file's device (2), name's size, checksum
-        let fields = [
-            self.inode, mode, 0, 0, links, 0, size, 0, 0, 0, 0, name_size, 0,
-        ];
+        let fields = [self.inode, mode, 0, 0, links, 0, size, 0, 0, 0, 0, name_size, 0];
         self.out.write_all(b"070701")?;
         for field in fields {
             write!(self.out, "{field:08X}")?;
@@ -67,8 +60,7 @@ impl<W: Write> Archive<W> {
     }
 
     fn pad(&mut self, written: usize) -> io::Result<()> {
-        self.out
-            .write_all(&[0; 3][..written.next_multiple_of(4) - written])
+        self.out.write_all(&[0; 3][..written.next_multiple_of(4) - written])
     }
 }
 
@@ -114,11 +106,7 @@ mod tests {
             let Ok(mut child) = child else { continue };
             child.stdin.take().unwrap().write_all(&bytes).unwrap();
             let said = child.wait_with_output().unwrap().stdout;
-            assert_eq!(
-                String::from_utf8(said).unwrap(),
-                "one\na-longer-name\n",
-                "{reader:?}"
-            );
+            assert_eq!(String::from_utf8(said).unwrap(), "one\na-longer-name\n", "{reader:?}");
         }
     }
 }

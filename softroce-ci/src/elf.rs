@@ -17,15 +17,8 @@ pub(crate) fn modinfo(elf: &[u8]) -> Option<ModInfo> {
     for entry in section.split(|byte| *byte == 0) {
         let entry = String::from_utf8_lossy(entry);
         if let Some(list) = entry.strip_prefix("depends=") {
-            info.depends = list
-                .split(',')
-                .filter(|name| !name.is_empty())
-                .map(canonical)
-                .collect();
-        } else if let Some(pre) = entry
-            .strip_prefix("softdep=")
-            .and_then(|list| list.strip_prefix("pre:"))
-        {
+            info.depends = list.split(',').filter(|name| !name.is_empty()).map(canonical).collect();
+        } else if let Some(pre) = entry.strip_prefix("softdep=").and_then(|list| list.strip_prefix("pre:")) {
             let pre = pre.split("post:").next().unwrap_or_default();
             info.wants.extend(pre.split_whitespace().map(canonical));
         }
@@ -57,20 +50,13 @@ fn modinfo_section(elf: &[u8]) -> Option<&[u8]> {
     (0..count).find_map(|index| {
         let header = header(index)?;
         let name = names.get(usize::try_from(number(header, 0, 4)?).ok()?..)?;
-        name.starts_with(b".modinfo\0")
-            .then(|| content(header))
-            .flatten()
+        name.starts_with(b".modinfo\0").then(|| content(header)).flatten()
     })
 }
 
 fn number(bytes: &[u8], at: usize, width: usize) -> Option<u64> {
     let field = bytes.get(at..at.checked_add(width)?)?;
-    Some(
-        field
-            .iter()
-            .rev()
-            .fold(0, |sum, byte| sum << 8 | u64::from(*byte)),
-    )
+    Some(field.iter().rev().fold(0, |sum, byte| sum << 8 | u64::from(*byte)))
 }
 
 #[cfg(test)]
@@ -86,11 +72,7 @@ pub(crate) mod tests {
         elf.extend_from_slice(modinfo);
         elf.extend_from_slice(names);
         let table = elf.len();
-        for (name, at, size) in [
-            (0_u32, 0, 0),
-            (1, info_at, modinfo.len()),
-            (10, names_at, names.len()),
-        ] {
+        for (name, at, size) in [(0_u32, 0, 0), (1, info_at, modinfo.len()), (10, names_at, names.len())] {
             let mut header = [0; 64];
             header[..4].copy_from_slice(&name.to_le_bytes());
             header[0x18..0x20].copy_from_slice(&(at as u64).to_le_bytes());
@@ -104,9 +86,7 @@ pub(crate) mod tests {
 
     #[test]
     fn dependencies_are_read_and_named_as_the_kernel_does() {
-        let elf = module(
-            b"license=GPL\0depends=ib_core,udp-tunnel\0softdep=pre: crc32c post: nothing\0name=x\0",
-        );
+        let elf = module(b"license=GPL\0depends=ib_core,udp-tunnel\0softdep=pre: crc32c post: nothing\0name=x\0");
         let info = modinfo(&elf).unwrap();
         assert_eq!(info.depends, ["ib_core", "udp_tunnel"]);
         assert_eq!(info.wants, ["crc32c"]);

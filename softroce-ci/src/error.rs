@@ -146,10 +146,7 @@ pub(crate) trait Context<T> {
 
 impl<T, E: Into<io::Error>> Context<T> for Result<T, E> {
     fn context(self, what: impl FnOnce() -> String) -> Result<T, Error> {
-        self.map_err(|source| Error::Io {
-            what: what(),
-            source: source.into(),
-        })
+        self.map_err(|source| Error::Io { what: what(), source: source.into() })
     }
 }
 

@@ -70,12 +70,7 @@ impl Running {
 }
 
 fn window(rows: u16, columns: u16) -> rustix::termios::Winsize {
-    rustix::termios::Winsize {
-        ws_row: rows,
-        ws_col: columns,
-        ws_xpixel: 0,
-        ws_ypixel: 0,
-    }
+    rustix::termios::Winsize { ws_row: rows, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 }
 }
 
 /// Starts a command. One that cannot be started says why on its standard error and ends with 127 (not found) or 126, as
@@ -88,15 +83,9 @@ pub(crate) fn start(spec: &ExecSpec, sink: &Arc<dyn Sink>) -> Option<Running> {
     match result {
         Ok(running) => Some(running),
         Err(error) => {
-            let name = spec
-                .argv
-                .first()
-                .map_or(String::new(), |word| word.to_string_lossy().into_owned());
+            let name = spec.argv.first().map_or(String::new(), |word| word.to_string_lossy().into_owned());
             let (status, why) = match error.kind() {
-                io::ErrorKind::NotFound => (
-                    127,
-                    "command not found (a file outside the shared root?)".to_owned(),
-                ),
+                io::ErrorKind::NotFound => (127, "command not found (a file outside the shared root?)".to_owned()),
                 _ => (126, error.to_string()),
             };
             sink.stderr(format!("cargo softroce: {name}: {why}\n").as_bytes());
@@ -108,9 +97,7 @@ pub(crate) fn start(spec: &ExecSpec, sink: &Arc<dyn Sink>) -> Option<Running> {
 
 fn command(program: &OsStr, spec: &ExecSpec) -> Command {
     let mut command = Command::new(program);
-    command
-        .env_clear()
-        .envs(spec.env.iter().map(|(key, value)| (key, value)));
+    command.env_clear().envs(spec.env.iter().map(|(key, value)| (key, value)));
     let cwd = Path::new(&spec.cwd);
     command.current_dir(if cwd.is_dir() { cwd } else { Path::new("/") });
     command
@@ -119,16 +106,8 @@ fn command(program: &OsStr, spec: &ExecSpec) -> Command {
 fn start_piped(spec: &ExecSpec, sink: &Arc<dyn Sink>) -> io::Result<Running> {
     let (program, args) = spec.argv.split_first().ok_or(io::ErrorKind::NotFound)?;
     let mut command = command(program, spec);
-    command
-        .args(args)
-        .process_group(0)
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped());
-    command.stdin(if spec.stdin {
-        Stdio::piped()
-    } else {
-        Stdio::null()
-    });
+    command.args(args).process_group(0).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command.stdin(if spec.stdin { Stdio::piped() } else { Stdio::null() });
     let mut child = command.spawn()?;
     let pid = child.id();
     let input = child.stdin.take().map(|pipe| feed(pipe, sink.clone()));
@@ -140,35 +119,22 @@ fn start_piped(spec: &ExecSpec, sink: &Arc<dyn Sink>) -> io::Result<Running> {
         watch.pump(pipe, sink.clone(), Sink::stderr);
     }
     reap(child, watch, spec.sweep, sink.clone());
-    Ok(Running {
-        pid,
-        input,
-        terminal: None,
-    })
+    Ok(Running { pid, input, terminal: None })
 }
 
 /// `setsid --ctty` makes the new terminal the command's own; doing that between fork and exec would need unsafe code.
-fn start_on_terminal(
-    spec: &ExecSpec,
-    (rows, columns): (u16, u16),
-    sink: &Arc<dyn Sink>,
-) -> io::Result<Running> {
+fn start_on_terminal(spec: &ExecSpec, (rows, columns): (u16, u16), sink: &Arc<dyn Sink>) -> io::Result<Running> {
     use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
     let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC)?;
     grantpt(&master)?;
     unlockpt(&master)?;
     let name = ptsname(&master, Vec::new())?;
-    let path = Path::new(OsStr::new(
-        name.to_str().map_err(|_| io::ErrorKind::InvalidData)?,
-    ));
+    let path = Path::new(OsStr::new(name.to_str().map_err(|_| io::ErrorKind::InvalidData)?));
     let slave = File::options().read(true).write(true).open(path)?;
     rustix::termios::tcsetwinsize(&slave, window(rows, columns))?;
     let mut command = command(OsStr::new("setsid"), spec);
     command.arg("--ctty").args(&spec.argv);
-    command
-        .stdin(slave.try_clone()?)
-        .stdout(slave.try_clone()?)
-        .stderr(slave);
+    command.stdin(slave.try_clone()?).stdout(slave.try_clone()?).stderr(slave);
     let child = command.spawn()?;
     drop(command); // it holds the slave, and while anyone does the master sees no end
     let pid = child.id();
@@ -177,11 +143,7 @@ fn start_on_terminal(
     watch.pump(File::from(master.try_clone()?), sink.clone(), Sink::stdout);
     let input = Some(feed(File::from(master.try_clone()?), sink.clone()));
     reap(child, watch, true, sink.clone());
-    Ok(Running {
-        pid,
-        input,
-        terminal: Some(master),
-    })
+    Ok(Running { pid, input, terminal: Some(master) })
 }
 
 fn feed(mut pipe: impl Write + Send + 'static, sink: Arc<dyn Sink>) -> SyncSender<Vec<u8>> {
@@ -208,21 +170,10 @@ struct Streams {
 impl Streams {
     fn new() -> Self {
         let (tell, done) = channel();
-        Self {
-            open: 0,
-            done,
-            tell,
-            news: Arc::default(),
-            inside: Arc::default(),
-        }
+        Self { open: 0, done, tell, news: Arc::default(), inside: Arc::default() }
     }
 
-    fn pump(
-        &mut self,
-        mut from: impl Read + Send + 'static,
-        sink: Arc<dyn Sink>,
-        hand: fn(&dyn Sink, &[u8]),
-    ) {
+    fn pump(&mut self, mut from: impl Read + Send + 'static, sink: Arc<dyn Sink>, hand: fn(&dyn Sink, &[u8])) {
         self.open += 1;
         let (tell, news, inside) = (self.tell.clone(), self.news.clone(), self.inside.clone());
         std::thread::spawn(move || {
@@ -275,7 +226,5 @@ fn reap(mut child: Child, streams: Streams, sweep: bool, sink: Arc<dyn Sink>) {
 
 /// The status as a shell gives it: 128 + n for a signal.
 pub(crate) fn code(status: ExitStatus) -> i32 {
-    status
-        .code()
-        .unwrap_or_else(|| 128 + status.signal().unwrap_or(0))
+    status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or(0))
 }

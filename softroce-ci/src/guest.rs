@@ -51,10 +51,7 @@ pub(crate) fn process_one() -> std::process::ExitCode {
     if let Err(error) = mounts() {
         say(&format!("{} {error}", crate::initramfs::FATAL));
     }
-    match Command::new("/proc/self/exe")
-        .args(["softroce", "guest-worker"])
-        .spawn()
-    {
+    match Command::new("/proc/self/exe").args(["softroce", "guest-worker"]).spawn() {
         Ok(worker) => loop {
             match rustix::process::wait(WaitOptions::empty()) {
                 Ok(Some((pid, _))) if pid.as_raw_nonzero().get().unsigned_abs() == worker.id() => {
@@ -64,10 +61,7 @@ pub(crate) fn process_one() -> std::process::ExitCode {
                 Err(_) => break,
             }
         },
-        Err(error) => say(&format!(
-            "{} cannot start the worker: {error}",
-            crate::initramfs::FATAL
-        )),
+        Err(error) => say(&format!("{} cannot start the worker: {error}", crate::initramfs::FATAL)),
     }
     rustix::fs::sync();
     let _off = rustix::system::reboot(rustix::system::RebootCommand::PowerOff);
@@ -90,40 +84,20 @@ fn mounts() -> io::Result<()> {
         }
         mount(what, at, what, none, options)?;
     }
-    let links = [
-        ("/proc/self/fd", "fd"),
-        ("fd/0", "stdin"),
-        ("fd/1", "stdout"),
-        ("fd/2", "stderr"),
-    ];
+    let links = [("/proc/self/fd", "fd"), ("fd/0", "stdin"), ("fd/1", "stdout"), ("fd/2", "stderr")];
     for (target, name) in links {
         let _there = symlink(target, Path::new("/dev").join(name));
     }
     std::fs::create_dir_all("/run/lock")?;
-    setrlimit(
-        Resource::Memlock,
-        Rlimit {
-            current: None,
-            maximum: None,
-        },
-    )?;
-    setrlimit(
-        Resource::Nofile,
-        Rlimit {
-            current: Some(OPEN_FILES),
-            maximum: Some(OPEN_FILES),
-        },
-    )?;
+    setrlimit(Resource::Memlock, Rlimit { current: None, maximum: None })?;
+    setrlimit(Resource::Nofile, Rlimit { current: Some(OPEN_FILES), maximum: Some(OPEN_FILES) })?;
     Ok(())
 }
 
 /// Reads the configuration that the host wrote for this guest.
 fn config() -> io::Result<GuestConfig> {
     let line = std::fs::read_to_string("/proc/cmdline")?;
-    let number = line
-        .split_whitespace()
-        .find_map(|word| word.strip_prefix("softroce.host="))
-        .unwrap_or("1");
+    let number = line.split_whitespace().find_map(|word| word.strip_prefix("softroce.host=")).unwrap_or("1");
     let json = std::fs::read(format!("{RUN}/guest-{number}.json"))?;
     serde_json::from_slice(&json).map_err(io::Error::from)
 }
@@ -131,11 +105,7 @@ fn config() -> io::Result<GuestConfig> {
 fn mount_folders(mounts: &[Mount]) -> io::Result<()> {
     for Mount { tag, at, writable } in mounts {
         std::fs::create_dir_all(at)?;
-        let flags = if *writable {
-            MountFlags::empty()
-        } else {
-            MountFlags::RDONLY
-        };
+        let flags = if *writable { MountFlags::empty() } else { MountFlags::RDONLY };
         let options = std::ffi::CString::new("trans=virtio,version=9p2000.L,msize=512000")?;
         mount(tag.as_str(), at.as_str(), "9p", flags, options.as_c_str())
             .map_err(|error| io::Error::other(format!("mount {at}: {error}")))?;
@@ -148,16 +118,10 @@ fn open_port() -> io::Result<File> {
         let entry = entry?;
         let name = std::fs::read_to_string(entry.path().join("name")).unwrap_or_default();
         if name.trim() == PORT {
-            return File::options()
-                .read(true)
-                .write(true)
-                .open(Path::new("/dev").join(entry.file_name()));
+            return File::options().read(true).write(true).open(Path::new("/dev").join(entry.file_name()));
         }
     }
-    Err(io::Error::new(
-        io::ErrorKind::NotFound,
-        format!("no virtio port {PORT}"),
-    ))
+    Err(io::Error::new(io::ErrorKind::NotFound, format!("no virtio port {PORT}")))
 }
 
 /// The worker: makes the device and obeys frames until the host is gone.
@@ -192,15 +156,8 @@ fn serve(port: &File) -> io::Result<()> {
         }
     };
     let peers = peer::listen(out.clone())?;
-    let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease")
-        .unwrap_or_default()
-        .trim()
-        .to_owned();
-    out(Frame::new(
-        Kind::Hello,
-        0,
-        serde_json::to_vec(&Hello { kernel, device })?,
-    ));
+    let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default().trim().to_owned();
+    out(Frame::new(Kind::Hello, 0, serde_json::to_vec(&Hello { kernel, device })?));
     let log = KernelLog::open()?;
     let log = Arc::new(Mutex::new(log));
     {

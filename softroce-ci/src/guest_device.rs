@@ -24,20 +24,14 @@ pub(crate) fn make(config: &GuestConfig) -> io::Result<String> {
     // The addresses are ours alone: without duplicate address detection they serve at once.
     for setting in ["accept_dad", "dad_transmits"] {
         for scope in ["all", "default"] {
-            drop(std::fs::write(
-                format!("/proc/sys/net/ipv6/conf/{scope}/{setting}"),
-                "0",
-            ));
+            drop(std::fs::write(format!("/proc/sys/net/ipv6/conf/{scope}/{setting}"), "0"));
         }
     }
     let (link, addresses) = if config.hosts == 1 {
         if !Path::new("/sys/class/net/dummy0").exists() {
             ip(&["link", "add", "dummy0", "type", "dummy"])?;
         }
-        (
-            "dummy0",
-            vec!["10.99.0.1/24".to_owned(), "10.99.0.2/24".to_owned()],
-        )
+        ("dummy0", vec!["10.99.0.1/24".to_owned(), "10.99.0.2/24".to_owned()])
     } else {
         ("eth0", vec![format!("{}/24", pair_address(config.host))])
     };
@@ -45,10 +39,7 @@ pub(crate) fn make(config: &GuestConfig) -> io::Result<String> {
     for address in addresses {
         ip(&["addr", "add", &address, "dev", link])?;
     }
-    tool(
-        "rdma",
-        &["link", "add", DEVICE, "type", "rxe", "netdev", link],
-    )?;
+    tool("rdma", &["link", "add", DEVICE, "type", "rxe", "netdev", link])?;
     wait_for_port()?;
     Ok(DEVICE.to_owned())
 }
@@ -60,17 +51,12 @@ fn ip(args: &[&str]) -> io::Result<()> {
 fn tool(name: &str, args: &[&str]) -> io::Result<()> {
     let path = "/usr/sbin:/usr/bin:/sbin:/bin";
     let output = Command::new(name).args(args).env("PATH", path).output();
-    let output =
-        output.map_err(|error| io::Error::other(format!("{name} (package iproute2): {error}")))?;
+    let output = output.map_err(|error| io::Error::other(format!("{name} (package iproute2): {error}")))?;
     if output.status.success() {
         return Ok(());
     }
     let said = String::from_utf8_lossy(&output.stderr);
-    Err(io::Error::other(format!(
-        "`{name} {}` failed: {}",
-        args.join(" "),
-        said.trim()
-    )))
+    Err(io::Error::other(format!("`{name} {}` failed: {}", args.join(" "), said.trim())))
 }
 
 fn wait_for_port() -> io::Result<()> {
@@ -82,10 +68,7 @@ fn wait_for_port() -> io::Result<()> {
             return Ok(());
         }
         if start.elapsed() > PORT_PATIENCE {
-            return Err(io::Error::other(format!(
-                "the port of {DEVICE} is not active but `{}`",
-                now.trim()
-            )));
+            return Err(io::Error::other(format!("the port of {DEVICE} is not active but `{}`", now.trim())));
         }
         std::thread::sleep(Duration::from_millis(20));
     }

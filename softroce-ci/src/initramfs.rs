@@ -54,25 +54,12 @@ fn fill(path: &Path, busybox: &[u8], modules: &[Module]) -> io::Result<()> {
     archive.dir("bin")?;
     archive.dir("modules")?;
     archive.file("bin/busybox", 0o755, busybox)?;
-    for applet in [
-        "sh",
-        "mkdir",
-        "mount",
-        "cat",
-        "sleep",
-        "insmod",
-        "switch_root",
-        "poweroff",
-    ] {
+    for applet in ["sh", "mkdir", "mount", "cat", "sleep", "insmod", "switch_root", "poweroff"] {
         archive.link(&format!("bin/{applet}"), "busybox")?;
     }
     archive.file("init", 0o755, script().as_bytes())?;
     for module in modules {
-        archive.file(
-            &format!("modules/{}.ko", module.name),
-            0o644,
-            &module.content,
-        )?;
+        archive.file(&format!("modules/{}.ko", module.name), 0o644, &module.content)?;
     }
     let order: Vec<&str> = modules.iter().map(|module| module.name.as_str()).collect();
     let order = order.join(
@@ -85,9 +72,7 @@ fn fill(path: &Path, busybox: &[u8], modules: &[Module]) -> io::Result<()> {
 }
 
 fn script() -> String {
-    INIT.replace("@FATAL@", FATAL)
-        .replace("@PROBED@", PROBED)
-        .replace("@RUN@", RUN)
+    INIT.replace("@FATAL@", FATAL).replace("@PROBED@", PROBED).replace("@RUN@", RUN)
 }
 
 #[cfg(test)]
@@ -99,10 +84,7 @@ mod tests {
         let script = script();
         let words = ["@FATAL@", "@PROBED@", "@RUN@"];
         assert!(words.iter().all(|word| !script.contains(word)));
-        let status = std::process::Command::new("sh")
-            .args(["-n", "-c", &script])
-            .status()
-            .unwrap();
+        let status = std::process::Command::new("sh").args(["-n", "-c", &script]).status().unwrap();
         assert!(status.success());
     }
 }

@@ -33,8 +33,7 @@ impl KernelLog {
                     }
                 }
                 // Records were overwritten before we read them: go on with the oldest one left.
-                Err(error)
-                    if error.raw_os_error() == Some(rustix::io::Errno::PIPE.raw_os_error()) => {}
+                Err(error) if error.raw_os_error() == Some(rustix::io::Errno::PIPE.raw_os_error()) => {}
                 Err(_) => return None,
             }
         }
@@ -47,8 +46,7 @@ fn warning(record: &str) -> Option<String> {
     let (head, text) = record.split_once(';')?;
     let priority: u32 = head.split(',').next()?.parse().ok()?;
     let kernel_s_own = priority < 8;
-    (kernel_s_own && priority <= WARNING)
-        .then(|| text.lines().next().unwrap_or_default().to_owned())
+    (kernel_s_own && priority <= WARNING).then(|| text.lines().next().unwrap_or_default().to_owned())
 }
 
 /// How bad a line is.
@@ -64,14 +62,8 @@ pub(crate) enum Severity {
 
 /// Judges a line.
 pub(crate) fn severity(line: &str) -> Severity {
-    const BUGS: [&str; 6] = [
-        "BUG: ",
-        "Oops",
-        "general protection fault",
-        "Unable to handle kernel",
-        "kernel BUG at",
-        "KASAN",
-    ];
+    const BUGS: [&str; 6] =
+        ["BUG: ", "Oops", "general protection fault", "Unable to handle kernel", "kernel BUG at", "KASAN"];
     const WARNINGS: [&str; 4] = ["WARNING: ", "INFO: task ", "rcu: INFO", "Out of memory"];
     // Under TCG on a busy machine a processor may stand still for long with nothing wrong in the guest.
     let stall = line.contains("soft lockup");
@@ -90,10 +82,7 @@ mod tests {
 
     #[test]
     fn only_the_kernel_s_warnings_and_worse_are_read() {
-        assert_eq!(
-            warning("4,1,2,-;WARNING: CPU: 0\n SUBSYSTEM=x").as_deref(),
-            Some("WARNING: CPU: 0")
-        );
+        assert_eq!(warning("4,1,2,-;WARNING: CPU: 0\n SUBSYSTEM=x").as_deref(), Some("WARNING: CPU: 0"));
         assert_eq!(warning("0,1,2,-;panic").as_deref(), Some("panic"));
         assert_eq!(warning("6,1,2,-;chatter"), None);
         assert_eq!(warning("12,1,2,-;user space"), None);
@@ -102,18 +91,9 @@ mod tests {
 
     #[test]
     fn bugs_are_told_from_warnings_and_noise() {
-        assert_eq!(
-            severity("BUG: kernel NULL pointer dereference, address: 0"),
-            Severity::Bug
-        );
-        assert_eq!(
-            severity("WARNING: CPU: 1 PID: 7 at drivers/infiniband/sw/rxe/rxe_pool.c:255"),
-            Severity::Warning
-        );
-        assert_eq!(
-            severity("watchdog: BUG: soft lockup - CPU#0 stuck for 22s!"),
-            Severity::Warning
-        );
+        assert_eq!(severity("BUG: kernel NULL pointer dereference, address: 0"), Severity::Bug);
+        assert_eq!(severity("WARNING: CPU: 1 PID: 7 at drivers/infiniband/sw/rxe/rxe_pool.c:255"), Severity::Warning);
+        assert_eq!(severity("watchdog: BUG: soft lockup - CPU#0 stuck for 22s!"), Severity::Warning);
         assert_eq!(severity("rxe0: speed is unknown"), Severity::Noise);
     }
 }

@@ -19,17 +19,8 @@ use crate::signals;
 const PATIENCE: Duration = Duration::from_secs(8);
 
 /// KVM where a guest boots with it, else TCG. The verdict is kept in the cache.
-pub(crate) fn choose(
-    arch: Arch,
-    kernel: &Kernel,
-    cache: &Path,
-    progress: &Progress,
-) -> Result<Accel, Error> {
-    let opens = File::options()
-        .read(true)
-        .write(true)
-        .open("/dev/kvm")
-        .is_ok();
+pub(crate) fn choose(arch: Arch, kernel: &Kernel, cache: &Path, progress: &Progress) -> Result<Accel, Error> {
+    let opens = File::options().read(true).write(true).open("/dev/kvm").is_ok();
     let file = cache.join("kvm-verdict");
     decide(opens, &key(arch, kernel), &file, || {
         progress.step("looking whether KVM boots a guest here");
@@ -41,32 +32,16 @@ pub(crate) fn choose(
 fn key(arch: Arch, kernel: &Kernel) -> String {
     let host = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
     let cpus = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let cpu = cpus
-        .lines()
-        .find(|line| line.starts_with("model name"))
-        .unwrap_or_default();
-    format!(
-        "{} | {cpu} | {:?} | {}",
-        host.trim(),
-        qemu::version(arch),
-        kernel.release
-    )
+    let cpu = cpus.lines().find(|line| line.starts_with("model name")).unwrap_or_default();
+    format!("{} | {cpu} | {:?} | {}", host.trim(), qemu::version(arch), kernel.release)
 }
 
-fn decide(
-    opens: bool,
-    key: &str,
-    file: &Path,
-    boots: impl FnOnce() -> Result<bool, Error>,
-) -> Result<Accel, Error> {
+fn decide(opens: bool, key: &str, file: &Path, boots: impl FnOnce() -> Result<bool, Error>) -> Result<Accel, Error> {
     if !opens {
         return Ok(Accel::Tcg); // not cached: permission may be given at any time
     }
     let known = std::fs::read_to_string(file).ok();
-    let known = known
-        .as_deref()
-        .and_then(|text| text.split_once('\n'))
-        .filter(|(of, _)| *of == key);
+    let known = known.as_deref().and_then(|text| text.split_once('\n')).filter(|(of, _)| *of == key);
     let good = if let Some((_, verdict)) = known {
         verdict.trim() == "boots"
     } else {
@@ -121,15 +96,9 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("verdict");
         let never = || -> Result<bool, Error> { panic!("asked again") };
-        assert_eq!(
-            decide(true, "host a", &file, || Ok(false)).unwrap(),
-            Accel::Tcg
-        );
+        assert_eq!(decide(true, "host a", &file, || Ok(false)).unwrap(), Accel::Tcg);
         assert_eq!(decide(true, "host a", &file, never).unwrap(), Accel::Tcg);
-        assert_eq!(
-            decide(true, "host b", &file, || Ok(true)).unwrap(),
-            Accel::Kvm
-        );
+        assert_eq!(decide(true, "host b", &file, || Ok(true)).unwrap(), Accel::Kvm);
         assert_eq!(decide(true, "host b", &file, never).unwrap(), Accel::Kvm);
     }
 
@@ -137,10 +106,7 @@ mod tests {
     fn without_the_device_nothing_is_probed_or_kept() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("verdict");
-        assert_eq!(
-            decide(false, "host", &file, || panic!("probed")).unwrap(),
-            Accel::Tcg
-        );
+        assert_eq!(decide(false, "host", &file, || panic!("probed")).unwrap(), Accel::Tcg);
         assert!(!file.exists());
     }
 }

@@ -72,11 +72,7 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
         Ok(cli) => cli,
         Err(error) => {
             let _closed = error.print();
-            return if error.use_stderr() {
-                ExitCode::from(125)
-            } else {
-                ExitCode::SUCCESS
-            };
+            return if error.use_stderr() { ExitCode::from(125) } else { ExitCode::SUCCESS };
         }
     };
     match dispatch(cli) {
@@ -90,10 +86,7 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
 
 fn dispatch(cli: cli::Cli) -> Result<ExitCode, Error> {
     use cli::Command;
-    if !matches!(
-        cli.command,
-        Command::GuestAgent | Command::GuestWorker | Command::GuestPeerExec { .. }
-    ) {
+    if !matches!(cli.command, Command::GuestAgent | Command::GuestWorker | Command::GuestPeerExec { .. }) {
         signals::watch()?;
     }
     match cli.command {

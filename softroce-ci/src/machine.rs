@@ -58,16 +58,8 @@ impl Console {
 
     /// As shown in errors.
     pub(crate) fn tail(&self) -> String {
-        let lines = self
-            .0
-            .lock()
-            .map(|lines| Vec::from(lines.last.clone()))
-            .unwrap_or_default();
-        if lines.is_empty() {
-            "    (nothing)".to_owned()
-        } else {
-            format!("    {}", lines.join("\n    "))
-        }
+        let lines = self.0.lock().map(|lines| Vec::from(lines.last.clone())).unwrap_or_default();
+        if lines.is_empty() { "    (nothing)".to_owned() } else { format!("    {}", lines.join("\n    ")) }
     }
 
     /// Whether a kernel's last words are among them.
@@ -91,16 +83,8 @@ pub(crate) struct Machine {
 
 impl Machine {
     /// Starts QEMU; its console's lines become events of guest `index`.
-    pub(crate) fn start(
-        mut command: Command,
-        index: usize,
-        events: &SyncSender<Event>,
-    ) -> Result<Self, Error> {
-        command
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .process_group(0);
+    pub(crate) fn start(mut command: Command, index: usize, events: &SyncSender<Event>) -> Result<Self, Error> {
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
         let name = command.get_program().to_string_lossy().into_owned();
         let mut child = command.spawn().context(|| format!("start {name}"))?;
         let registered = signals::register_group(child.id());
@@ -111,25 +95,13 @@ impl Machine {
         if let Some(pipe) = child.stderr.take() {
             spawn_lines(pipe, console.clone(), None);
         }
-        Ok(Self {
-            child,
-            control: None,
-            console,
-            _registered: registered,
-        })
+        Ok(Self { child, control: None, console, _registered: registered })
     }
 
     /// Connects to the control port's socket and turns what comes into events.
-    pub(crate) fn connect(
-        &mut self,
-        socket: &Path,
-        index: usize,
-        events: &SyncSender<Event>,
-    ) -> Result<(), Error> {
+    pub(crate) fn connect(&mut self, socket: &Path, index: usize, events: &SyncSender<Event>) -> Result<(), Error> {
         let stream = self.wait_for(|| UnixStream::connect(socket).ok())?;
-        let mut reader = stream
-            .try_clone()
-            .context(|| format!("duplicate {}", socket.display()))?;
+        let mut reader = stream.try_clone().context(|| format!("duplicate {}", socket.display()))?;
         self.control = Some(stream);
         let events = events.clone();
         std::thread::spawn(move || {
@@ -153,17 +125,11 @@ impl Machine {
             signals::check()?;
             if let Ok(Some(_)) = self.child.try_wait() {
                 std::thread::sleep(Duration::from_millis(200)); // for its messages
-                return Err(Error::Qemu {
-                    status: "at its start".to_owned(),
-                    said: self.console.tail(),
-                });
+                return Err(Error::Qemu { status: "at its start".to_owned(), said: self.console.tail() });
             }
             if start.elapsed() > SOCKET_PATIENCE {
                 let seconds = SOCKET_PATIENCE.as_secs();
-                return Err(Error::BootTimeout {
-                    seconds,
-                    console: self.console.tail(),
-                });
+                return Err(Error::BootTimeout { seconds, console: self.console.tail() });
             }
             std::thread::sleep(Duration::from_millis(10));
         }
@@ -192,10 +158,7 @@ impl Machine {
         while Instant::now() < rest {
             let _dropped = events.recv_timeout(Duration::from_millis(20));
         }
-        Error::Qemu {
-            status,
-            said: self.console.tail(),
-        }
+        Error::Qemu { status, said: self.console.tail() }
     }
 }
 
@@ -207,11 +170,7 @@ impl Drop for Machine {
 }
 
 /// Reads lines into the console; those of the guest become events as well.
-fn spawn_lines(
-    pipe: impl Read + Send + 'static,
-    console: Console,
-    events: Option<(usize, SyncSender<Event>)>,
-) {
+fn spawn_lines(pipe: impl Read + Send + 'static, console: Console, events: Option<(usize, SyncSender<Event>)>) {
     std::thread::spawn(move || {
         let mut reader = BufReader::new(pipe);
         let mut bytes = Vec::new();

@@ -71,9 +71,7 @@ impl Config {
     pub(crate) fn place(&self, package: &str, name: &str) -> Where {
         let full = format!("{package}/{name}");
         let hit = |patterns: &[String]| {
-            patterns.iter().any(|pattern| {
-                glob::matches(pattern, if pattern.contains('/') { &full } else { name })
-            })
+            patterns.iter().any(|pattern| glob::matches(pattern, if pattern.contains('/') { &full } else { name }))
         };
         if hit(&self.two_host_tests) {
             Where::TwoHosts
@@ -131,12 +129,8 @@ impl Workspace {
     /// Of the current directory.
     pub(crate) fn find() -> Result<Self, Error> {
         let mut command = cargo();
-        command
-            .args(["metadata", "--format-version", "1", "--no-deps"])
-            .stderr(std::process::Stdio::inherit());
-        let output = command
-            .output()
-            .context(|| "run cargo metadata".to_owned())?;
+        command.args(["metadata", "--format-version", "1", "--no-deps"]).stderr(std::process::Stdio::inherit());
+        let output = command.output().context(|| "run cargo metadata".to_owned())?;
         if !output.status.success() {
             return Err(Error::Cargo("cargo metadata".to_owned()));
         }
@@ -145,9 +139,7 @@ impl Workspace {
 
     /// Of the current directory; `None` when it is in no workspace, or there is no cargo.
     pub(crate) fn find_if_any() -> Result<Option<Self>, Error> {
-        let output = cargo()
-            .args(["metadata", "--format-version", "1", "--no-deps"])
-            .output();
+        let output = cargo().args(["metadata", "--format-version", "1", "--no-deps"]).output();
         match output {
             Ok(output) if output.status.success() => Self::parse(&output.stdout).map(Some),
             _ => Ok(None),
@@ -155,19 +147,12 @@ impl Workspace {
     }
 
     fn parse(json: &[u8]) -> Result<Self, Error> {
-        let unclear = |error| {
-            Error::Config(format!(
-                "cannot understand what `cargo metadata` says: {error}"
-            ))
-        };
+        let unclear = |error| Error::Config(format!("cannot understand what `cargo metadata` says: {error}"));
         let mut workspace: Self = serde_json::from_slice(json).map_err(unclear)?;
         if let Some(config) = workspace.metadata.get("softroce") {
             let wrong = |error| {
                 let file = workspace.root.join("Cargo.toml");
-                Error::Config(format!(
-                    "[workspace.metadata.softroce] in {}: {error}",
-                    file.display()
-                ))
+                Error::Config(format!("[workspace.metadata.softroce] in {}: {error}", file.display()))
             };
             workspace.config = serde_json::from_value(config.clone()).map_err(wrong)?;
         }
@@ -212,10 +197,7 @@ mod tests {
         )
         .unwrap();
         let config = &workspace.config;
-        assert_eq!(
-            config.demo.as_ref().unwrap().example.as_deref(),
-            Some("demo")
-        );
+        assert_eq!(config.demo.as_ref().unwrap().example.as_deref(), Some("demo"));
         assert_eq!(config.place("p", "rxe_a"), Where::Device);
         assert_eq!(config.place("p", "rxe2_a"), Where::TwoHosts);
         assert_eq!(config.place("q", "my_pair"), Where::TwoHosts);
@@ -233,12 +215,7 @@ mod tests {
 
     #[test]
     fn a_misspelt_key_is_named() {
-        let error = parse(r#"{"softroce":{"device-test":["x"]}}"#)
-            .unwrap_err()
-            .to_string();
-        assert!(
-            error.contains("device-test") && error.contains("/w/Cargo.toml"),
-            "{error}"
-        );
+        let error = parse(r#"{"softroce":{"device-test":["x"]}}"#).unwrap_err().to_string();
+        assert!(error.contains("device-test") && error.contains("/w/Cargo.toml"), "{error}");
     }
 }

@@ -58,10 +58,7 @@ pub(crate) struct Prefixed<O> {
 impl<O: Output> Prefixed<O> {
     /// Lines go to `inner`.
     pub(crate) fn new(inner: O) -> Self {
-        Self {
-            inner,
-            partial: Default::default(),
-        }
+        Self { inner, partial: Default::default() }
     }
 
     fn line(&mut self, host: usize, stream: Stream, line: &[u8]) {
@@ -121,9 +118,6 @@ mod tests {
         output.bytes(0, Stream::Err, b"err");
         output.flush();
         output.flush();
-        assert_eq!(
-            String::from_utf8(output.inner.0).unwrap(),
-            "[2] other\n[1] hello\n[1] \n[1] err\n[2] half\n"
-        );
+        assert_eq!(String::from_utf8(output.inner.0).unwrap(), "[2] other\n[1] hello\n[1] \n[1] err\n[2] half\n");
     }
 }

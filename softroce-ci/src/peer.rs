@@ -16,8 +16,7 @@ use crate::wire::{ExecSpec, Frame, Kind, PEER, PEER_OF_SECOND};
 
 const SOCKET: &str = "/run/softroce-peer.sock";
 /// The client, as a script in the shared folder.
-pub(crate) const SCRIPT: &str =
-    "#!/bin/sh\nexec /run/softroce/agent softroce guest-peer-exec -- \"$@\"\n";
+pub(crate) const SCRIPT: &str = "#!/bin/sh\nexec /run/softroce/agent softroce guest-peer-exec -- \"$@\"\n";
 
 type Clients = Arc<Mutex<HashMap<u32, Sender<Frame>>>>;
 
@@ -69,17 +68,10 @@ fn serve(client: UnixStream, channel_number: u32, out: &Out, clients: &Clients) 
     }
     let mut reader = client;
     while let Ok(Some(frame)) = Frame::read_from(&mut reader) {
-        out(Frame {
-            channel: channel_number,
-            ..frame
-        });
+        out(Frame { channel: channel_number, ..frame });
     }
     // The client is gone, killed or done: what it started goes with it.
-    out(Frame::new(
-        Kind::Signal,
-        channel_number,
-        9_i32.to_le_bytes(),
-    ));
+    out(Frame::new(Kind::Signal, channel_number, 9_i32.to_le_bytes()));
     if let Ok(mut clients) = clients.lock() {
         clients.remove(&channel_number);
     }
@@ -100,9 +92,7 @@ fn run(argv: Vec<OsString>) -> io::Result<i32> {
     let mut socket = UnixStream::connect(SOCKET)?;
     // The other host is the other way round.
     let swapped = |key: &str| match key {
-        "SOFTROCE_HOST" => {
-            std::env::var_os("SOFTROCE_HOST").map(|host| if host == "1" { "2" } else { "1" }.into())
-        }
+        "SOFTROCE_HOST" => std::env::var_os("SOFTROCE_HOST").map(|host| if host == "1" { "2" } else { "1" }.into()),
         "SOFTROCE_PEER" => std::env::var_os("SOFTROCE_ADDRESS"),
         "SOFTROCE_ADDRESS" => std::env::var_os("SOFTROCE_PEER"),
         _ => None,
@@ -112,13 +102,7 @@ fn run(argv: Vec<OsString>) -> io::Result<i32> {
         (key, value)
     });
     let cwd = std::env::current_dir().map_or_else(|_| "/".into(), OsString::from);
-    let spec = ExecSpec {
-        argv,
-        env: env.collect(),
-        cwd,
-        sweep: true,
-        ..ExecSpec::default()
-    };
+    let spec = ExecSpec { argv, env: env.collect(), cwd, sweep: true, ..ExecSpec::default() };
     Frame::new(Kind::Exec, 0, serde_json::to_vec(&spec)?).write_to(&mut socket)?;
     while let Some(frame) = Frame::read_from(&mut socket)? {
         match frame.kind {
@@ -132,8 +116,5 @@ fn run(argv: Vec<OsString>) -> io::Result<i32> {
             _ => {}
         }
     }
-    Err(io::Error::new(
-        io::ErrorKind::UnexpectedEof,
-        "the agent is gone",
-    ))
+    Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the agent is gone"))
 }

@@ -39,13 +39,8 @@ fn run(
 ) -> Result<ExitCode, Error> {
     let program = program.ok_or_else(|| {
         let file = workspace.root.join("Cargo.toml");
-        let example = format!(
-            "[workspace.metadata.softroce]\n{what} = {{ package = \"...\", example = \"{what}\" }}"
-        );
-        Error::Config(format!(
-            "{} names no {what}; add, with your package's name:\n\n{example}\n",
-            file.display()
-        ))
+        let example = format!("[workspace.metadata.softroce]\n{what} = {{ package = \"...\", example = \"{what}\" }}");
+        Error::Config(format!("{} names no {what}; add, with your package's name:\n\n{example}\n", file.display()))
     })?;
     let progress = Progress::new(global.quiet);
     let ready = place::prepare(global, 1, &workspace.config.packages, &progress)?;
@@ -56,16 +51,8 @@ fn run(
     visible.extend(std::env::current_dir());
     let mut testbed = ready.start(global, 1, &visible, &progress)?;
     let argv = std::iter::once(executable.into_os_string());
-    let argv = argv
-        .chain(program.args.iter().map(OsString::from))
-        .chain(args)
-        .collect();
+    let argv = argv.chain(program.args.iter().map(OsString::from)).chain(args).collect();
     let spec = place::command(&testbed, 0, argv, global);
-    let outcomes = testbed.run(
-        vec![Job { host: 0, spec }],
-        run::timeout(global),
-        false,
-        &mut Plain,
-    )?;
+    let outcomes = testbed.run(vec![Job { host: 0, spec }], run::timeout(global), false, &mut Plain)?;
     run::conclude(&outcomes, global)
 }

@@ -17,11 +17,7 @@ impl Progress {
     /// `quiet` says nothing at all.
     pub(crate) fn new(quiet: bool) -> Self {
         let terminal = std::io::stderr().is_terminal();
-        Self {
-            quiet,
-            terminal,
-            spinner: RefCell::new(None),
-        }
+        Self { quiet, terminal, spinner: RefCell::new(None) }
     }
 
     /// A new step begins; it is shown until the next one or [`Progress::clear`].

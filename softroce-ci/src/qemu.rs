@@ -50,46 +50,22 @@ pub(crate) struct Spec<'a> {
 /// The command, which dies with us: setpriv sets the parent-death signal, which we could not without unsafe code.
 pub(crate) fn command(spec: &Spec) -> Command {
     let mut command = Command::new("setpriv");
-    command
-        .args(["--pdeathsig", "KILL", "--", spec.arch.qemu])
-        .args(args(spec));
+    command.args(["--pdeathsig", "KILL", "--", spec.arch.qemu]).args(args(spec));
     command
 }
 
 fn args(spec: &Spec) -> Vec<OsString> {
     let mut args: Vec<OsString> = Vec::new();
     let mut add = |words: &[&str]| args.extend(words.iter().map(OsString::from));
-    add(&[
-        "-nodefaults",
-        "-no-user-config",
-        "-display",
-        "none",
-        "-no-reboot",
-        "-name",
-        "softroce",
-    ]);
+    add(&["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-name", "softroce"]);
     add(&["-machine", spec.arch.machine]);
     match spec.accel {
         Accel::Kvm => add(&["-accel", "kvm", "-cpu", "host"]),
         Accel::Tcg => add(&["-accel", "tcg,thread=multi", "-cpu", "max"]),
     }
-    add(&[
-        "-smp",
-        &spec.cpus.to_string(),
-        "-m",
-        &format!("{}M", spec.memory_mib),
-    ]);
-    add(&[
-        "-kernel",
-        &spec.image.to_string_lossy(),
-        "-initrd",
-        &spec.initramfs.to_string_lossy(),
-    ]);
-    let level = if spec.verbose {
-        "loglevel=7"
-    } else {
-        "quiet loglevel=4"
-    };
+    add(&["-smp", &spec.cpus.to_string(), "-m", &format!("{}M", spec.memory_mib)]);
+    add(&["-kernel", &spec.image.to_string_lossy(), "-initrd", &spec.initramfs.to_string_lossy()]);
+    let level = if spec.verbose { "loglevel=7" } else { "quiet loglevel=4" };
     // panic=-1 with -no-reboot: a crashed guest ends QEMU at once. mitigations=off: it runs nobody else's code.
     let cmdline = format!(
         "console={} {level} panic=-1 oops=panic mitigations=off random.trust_cpu=on net.ifnames=0 \
@@ -97,56 +73,32 @@ fn args(spec: &Spec) -> Vec<OsString> {
         spec.arch.console, spec.host, spec.cmdline
     );
     add(&["-append", cmdline.trim_end()]);
-    add(&[
-        "-chardev",
-        "stdio,id=console,signal=off",
-        "-serial",
-        "chardev:console",
-    ]);
+    add(&["-chardev", "stdio,id=console,signal=off", "-serial", "chardev:console"]);
     add(&["-device", "virtio-rng-pci"]);
     if let Some(socket) = spec.control {
-        let chardev = format!(
-            "socket,id=control,server=on,wait=off,path={}",
-            escaped(socket)
-        );
+        let chardev = format!("socket,id=control,server=on,wait=off,path={}", escaped(socket));
         add(&["-device", "virtio-serial-pci", "-chardev", &chardev]);
-        add(&[
-            "-device",
-            &format!("virtserialport,chardev=control,name={PORT}"),
-        ]);
+        add(&["-device", &format!("virtserialport,chardev=control,name={PORT}")]);
     }
     for (tag, path, writable) in spec.folders {
         // remap: directories below may be other file systems, whose inode numbers would clash.
         let readonly = if *writable { "off" } else { "on" };
         let path = escaped(path);
-        let fs = format!(
-            "local,id={tag},path={path},security_model=none,multidevs=remap,readonly={readonly}"
-        );
-        add(&[
-            "-fsdev",
-            &fs,
-            "-device",
-            &format!("virtio-9p-pci,fsdev={tag},mount_tag={tag}"),
-        ]);
+        let fs = format!("local,id={tag},path={path},security_model=none,multidevs=remap,readonly={readonly}");
+        add(&["-fsdev", &fs, "-device", &format!("virtio-9p-pci,fsdev={tag},mount_tag={tag}")]);
     }
     if let Some(cable) = &spec.cable {
         let netdev = match cable {
             Cable::Stream { socket, listen } => {
                 let server = if *listen { "on" } else { "off" };
-                format!(
-                    "stream,id=cable,server={server},addr.type=unix,addr.path={}",
-                    escaped(socket)
-                )
+                format!("stream,id=cable,server={server},addr.type=unix,addr.path={}", escaped(socket))
             }
             Cable::Tcp { port, listen } => {
                 let way = if *listen { "listen" } else { "connect" };
                 format!("socket,id=cable,{way}=127.0.0.1:{port}")
             }
         };
-        let device = format!(
-            "virtio-net-pci,netdev=cable,host_mtu=4200,mac=52:54:00:50:f7:0{}",
-            spec.host
-        );
+        let device = format!("virtio-net-pci,netdev=cable,host_mtu=4200,mac=52:54:00:50:f7:0{}", spec.host);
         add(&["-netdev", &netdev, "-device", &device]);
     }
     args
@@ -175,10 +127,7 @@ mod tests {
 
     #[test]
     fn versions_are_read() {
-        assert_eq!(
-            parse_version("QEMU emulator version 7.2.22 (Debian 1:7.2+dfsg-7)\nCopyright"),
-            Some((7, 2))
-        );
+        assert_eq!(parse_version("QEMU emulator version 7.2.22 (Debian 1:7.2+dfsg-7)\nCopyright"), Some((7, 2)));
         assert_eq!(parse_version("qemu: not found"), None);
     }
 
@@ -196,26 +145,12 @@ mod tests {
             verbose: false,
             control: None,
             folders: &folders,
-            cable: Some(Cable::Stream {
-                socket: "/tmp/wire".into(),
-                listen: false,
-            }),
+            cable: Some(Cable::Stream { socket: "/tmp/wire".into(), listen: false }),
             host: 2,
         };
-        let words: Vec<String> = args(&spec)
-            .into_iter()
-            .map(|word| word.into_string().unwrap())
-            .collect();
-        assert!(
-            words
-                .iter()
-                .any(|word| word.contains("path=/tmp/a,,b c,") && word.contains("readonly=off"))
-        );
+        let words: Vec<String> = args(&spec).into_iter().map(|word| word.into_string().unwrap()).collect();
+        assert!(words.iter().any(|word| word.contains("path=/tmp/a,,b c,") && word.contains("readonly=off")));
         assert!(words.iter().any(|word| word == "stream,id=cable,server=off,addr.type=unix,addr.path=/tmp/wire"));
-        assert!(
-            words
-                .iter()
-                .any(|word| word.contains("softroce.host=2") && word.ends_with("host=2"))
-        );
+        assert!(words.iter().any(|word| word.contains("softroce.host=2") && word.ends_with("host=2")));
     }
 }

@@ -28,10 +28,8 @@ impl Counts {
             self.passed_so_far = 0;
             for part in rest.split([';', '.']) {
                 let mut words = part.split_whitespace();
-                let (Some(number), Some(what)) = (
-                    words.next().and_then(|n| n.parse::<u64>().ok()),
-                    words.next(),
-                ) else {
+                let (Some(number), Some(what)) = (words.next().and_then(|n| n.parse::<u64>().ok()), words.next())
+                else {
                     continue;
                 };
                 match what {
@@ -42,10 +40,7 @@ impl Counts {
                     _ => {}
                 }
             }
-        } else if let Some(name) = line
-            .strip_prefix("test ")
-            .and_then(|rest| rest.strip_suffix(" ... FAILED"))
-        {
+        } else if let Some(name) = line.strip_prefix("test ").and_then(|rest| rest.strip_suffix(" ... FAILED")) {
             self.failures.push(name.to_owned());
         } else if line.starts_with("test ") && line.ends_with(" ... ok") {
             self.passed_so_far += 1;
@@ -68,11 +63,7 @@ pub(crate) struct Counting<'a> {
 
 impl<'a> Counting<'a> {
     pub(crate) fn new(inner: &'a mut dyn Output) -> Self {
-        Self {
-            inner,
-            counts: Counts::default(),
-            partial: Vec::new(),
-        }
+        Self { inner, counts: Counts::default(), partial: Vec::new() }
     }
 
     pub(crate) fn into_counts(mut self) -> Counts {
@@ -93,8 +84,7 @@ impl Output for Counting<'_> {
                     self.partial.extend_from_slice(piece);
                 }
                 if piece.ends_with(b"\n") {
-                    self.counts
-                        .line(String::from_utf8_lossy(&self.partial).trim_end());
+                    self.counts.line(String::from_utf8_lossy(&self.partial).trim_end());
                     self.partial.clear();
                 }
             }
@@ -150,22 +140,9 @@ impl Report {
 
     /// One line a binary, and the totals.
     pub(crate) fn table(&self) -> String {
-        let width = self
-            .rows
-            .iter()
-            .map(|row| row.name.chars().count())
-            .max()
-            .unwrap_or(0);
+        let width = self.rows.iter().map(|row| row.name.chars().count()).max().unwrap_or(0);
         let mut table = String::new();
-        for Row {
-            name,
-            place,
-            problem,
-            counts,
-            time,
-            kernel,
-        } in &self.rows
-        {
+        for Row { name, place, problem, counts, time, kernel } in &self.rows {
             let verdict = if problem.is_empty() { "ok" } else { "FAILED" };
             let _infallible = write!(
                 table,
@@ -253,20 +230,11 @@ mod tests {
     #[test]
     fn counts_are_read_whatever_the_pieces() {
         let failures = vec!["b::c".to_owned()];
-        let expected = Counts {
-            passed: 2,
-            failed: 1,
-            ignored: 1,
-            filtered: 7,
-            failures,
-            passed_so_far: 0,
-        };
+        let expected = Counts { passed: 2, failed: 1, ignored: 1, filtered: 7, failures, passed_so_far: 0 };
         for piece in [1, 7, 1000] {
             let mut nowhere = Nowhere;
             let mut counting = Counting::new(&mut nowhere);
-            SAID.as_bytes()
-                .chunks(piece)
-                .for_each(|bytes| counting.bytes(0, Stream::Out, bytes));
+            SAID.as_bytes().chunks(piece).for_each(|bytes| counting.bytes(0, Stream::Out, bytes));
             assert_eq!(counting.into_counts(), expected);
         }
     }
@@ -275,11 +243,7 @@ mod tests {
     fn a_binary_that_died_is_counted_as_far_as_it_came() {
         let mut nowhere = Nowhere;
         let mut counting = Counting::new(&mut nowhere);
-        counting.bytes(
-            0,
-            Stream::Out,
-            b"running 3 tests\ntest a ... ok\ntest b ... FAILED\ntest c ... ",
-        );
+        counting.bytes(0, Stream::Out, b"running 3 tests\ntest a ... ok\ntest b ... FAILED\ntest c ... ");
         let counts = counting.into_counts();
         assert_eq!((counts.passed, counts.failed), (1, 1));
     }
@@ -290,25 +254,17 @@ mod tests {
             name: name.to_owned(),
             place: Where::Device,
             problem: problem.to_owned(),
-            counts: Counts {
-                passed: 3,
-                ..Counts::default()
-            },
+            counts: Counts { passed: 3, ..Counts::default() },
             time: Duration::from_millis(1500),
             kernel: vec![],
         };
-        let mut report = Report {
-            rows: vec![row("a", "")],
-            device: "vm: rxe0".to_owned(),
-        };
+        let mut report = Report { rows: vec![row("a", "")], device: "vm: rxe0".to_owned() };
         assert!(report.ok());
         report.rows.push(row("b", "status 101"));
         assert!(!report.ok());
         let table = report.table();
         assert!(
-            table.contains("(status 101)")
-                && table.contains("6 tests passed")
-                && table.contains("1 of 2"),
+            table.contains("(status 101)") && table.contains("6 tests passed") && table.contains("1 of 2"),
             "{table}"
         );
         assert_eq!(report.json()["binaries"][1]["problem"], "status 101");

@@ -16,20 +16,13 @@ use crate::testbed::{Job, Outcome, Testbed};
 /// `cargo softroce setup`.
 pub(crate) fn setup(global: &Global) -> Result<ExitCode, Error> {
     let progress = Progress::new(global.quiet);
-    let packages =
-        Workspace::find_if_any()?.map_or(Vec::new(), |workspace| workspace.config.packages);
+    let packages = Workspace::find_if_any()?.map_or(Vec::new(), |workspace| workspace.config.packages);
     let ready = place::prepare(global, 1, &packages, &progress)?;
     progress.clear();
     if global.json {
-        println!(
-            "{}",
-            serde_json::json!({ "via": ready.via.name(), "description": ready.describe() })
-        );
+        println!("{}", serde_json::json!({ "via": ready.via.name(), "description": ready.describe() }));
     } else {
-        progress.note(&format!(
-            "ready; the device will be had from {}",
-            ready.describe()
-        ));
+        progress.note(&format!("ready; the device will be had from {}", ready.describe()));
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -48,10 +41,7 @@ pub(crate) fn run(global: &Global, args: RunArgs) -> Result<ExitCode, Error> {
         Job { host, spec }
     };
     let jobs = match (args.hosts, args.peer, args.on) {
-        (2, Some(line), _) => vec![
-            job(0, args.command),
-            job(1, ["sh", "-c", &line].map(OsString::from).into()),
-        ],
+        (2, Some(line), _) => vec![job(0, args.command), job(1, ["sh", "-c", &line].map(OsString::from).into())],
         (2, None, On::Both) => vec![job(0, args.command.clone()), job(1, args.command)],
         (2, None, On::Second) => vec![job(1, args.command)],
         _ => vec![job(0, args.command)],
@@ -71,20 +61,11 @@ pub(crate) fn shell(global: &Global, command: Vec<OsString>) -> Result<ExitCode,
     let progress = Progress::new(global.quiet);
     let ready = place::prepare(global, 1, &[], &progress)?;
     let mut testbed = start(&ready, global, 1, &progress)?;
-    let shell = std::env::var_os("SHELL")
-        .filter(|shell| !shell.is_empty())
-        .unwrap_or_else(|| "/bin/sh".into());
-    let argv = if command.is_empty() {
-        vec![shell]
-    } else {
-        command
-    };
+    let shell = std::env::var_os("SHELL").filter(|shell| !shell.is_empty()).unwrap_or_else(|| "/bin/sh".into());
+    let argv = if command.is_empty() { vec![shell] } else { command };
     let mut spec = place::command(&testbed, 0, argv, global);
     spec.pty = Some(term::size());
-    progress.note(&format!(
-        "a shell with {}; its end ends everything",
-        testbed.device
-    ));
+    progress.note(&format!("a shell with {}; its end ends everything", testbed.device));
     let raw = term::Raw::enter();
     let outcomes = testbed.run(vec![Job { host: 0, spec }], None, true, &mut Plain);
     drop(raw);
@@ -92,12 +73,7 @@ pub(crate) fn shell(global: &Global, command: Vec<OsString>) -> Result<ExitCode,
 }
 
 /// Starts a testbed in which the current directory is visible.
-pub(crate) fn start(
-    ready: &Ready,
-    global: &Global,
-    hosts: u8,
-    progress: &Progress,
-) -> Result<Testbed, Error> {
+pub(crate) fn start(ready: &Ready, global: &Global, hosts: u8, progress: &Progress) -> Result<Testbed, Error> {
     let visible: Vec<_> = std::env::current_dir().into_iter().collect();
     ready.start(global, hosts, &visible, progress)
 }

@@ -54,8 +54,8 @@ impl Drop for Registered {
 /// Starts to watch for signals; once, at the start.
 pub(crate) fn watch() -> Result<(), Error> {
     use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
-    let mut signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM, SIGHUP])
-        .context(|| "watch for signals".to_owned())?;
+    let mut signals =
+        signal_hook::iterator::Signals::new([SIGINT, SIGTERM, SIGHUP]).context(|| "watch for signals".to_owned())?;
     let body = move || {
         for signal in signals.forever() {
             if CAUGHT.swap(signal, Ordering::SeqCst) == 0 {
@@ -63,10 +63,7 @@ pub(crate) fn watch() -> Result<(), Error> {
             }
         }
     };
-    std::thread::Builder::new()
-        .name("signals".to_owned())
-        .spawn(body)
-        .context(|| "start a thread".to_owned())?;
+    std::thread::Builder::new().name("signals".to_owned()).spawn(body).context(|| "start a thread".to_owned())?;
     Ok(())
 }
 
@@ -114,10 +111,7 @@ pub(crate) fn wait(child: &mut std::process::Child) -> Result<std::process::Exit
             Ok(Some(status)) => return check().map(|()| status),
             Ok(None) => {}
             Err(source) => {
-                return Err(Error::Io {
-                    what: "wait for a process".to_owned(),
-                    source,
-                });
+                return Err(Error::Io { what: "wait for a process".to_owned(), source });
             }
         }
         if let Err(error) = check() {

@@ -49,31 +49,19 @@ impl Local {
 
     /// No device at all, for commands that need none.
     pub(crate) fn none() -> Self {
-        Self {
-            via: Via::Device,
-            device: String::new(),
-            made_with: None,
-        }
+        Self { via: Via::Device, device: String::new(), made_with: None }
     }
 
     /// The first RDMA device with an active port and a device node that we may open.
     pub(crate) fn find() -> Option<Self> {
         let device = usable_device(Path::new("/sys/class"), Path::new("/dev/infiniband"))?;
-        Some(Self {
-            via: Via::Device,
-            device,
-            made_with: None,
-        })
+        Some(Self { via: Via::Device, device, made_with: None })
     }
 
     /// Makes a device on a dummy link, as root or through sudo.
     pub(crate) fn make(privilege: Privilege) -> Result<Self, Error> {
         let failed = |why: String| Error::Via { way: "module", why };
-        let local = Self {
-            via: Via::Module,
-            device: RXE.to_owned(),
-            made_with: Some(privilege),
-        };
+        let local = Self { via: Via::Module, device: RXE.to_owned(), made_with: Some(privilege) };
         let _left_by_a_killed_run = remove(privilege);
         for step in [
             "modprobe dummy numdummies=0",
@@ -93,9 +81,7 @@ impl Local {
             }
             std::thread::sleep(std::time::Duration::from_millis(50));
         }
-        Err(failed(format!(
-            "{RXE} was made, but /dev/infiniband has no node for it that can be opened"
-        )))
+        Err(failed(format!("{RXE} was made, but /dev/infiniband has no node for it that can be opened")))
     }
 }
 
@@ -124,16 +110,11 @@ fn run(privilege: Privilege, line: &str) -> Result<(), String> {
     let mut words = line.split(' ');
     let mut command = privilege.command(words.next().unwrap_or_default());
     command.args(words).stdin(Stdio::null());
-    let output = command
-        .output()
-        .map_err(|error| format!("`{line}`: {error}"))?;
+    let output = command.output().map_err(|error| format!("`{line}`: {error}"))?;
     if output.status.success() {
         return Ok(());
     }
-    Err(format!(
-        "`{line}` failed: {}",
-        String::from_utf8_lossy(&output.stderr).trim()
-    ))
+    Err(format!("`{line}` failed: {}", String::from_utf8_lossy(&output.stderr).trim()))
 }
 
 fn usable_device(class: &Path, nodes: &Path) -> Option<String> {
@@ -147,41 +128,22 @@ fn usable_device(class: &Path, nodes: &Path) -> Option<String> {
         names.sort();
         names
     };
-    let opens = |node: &str| {
-        std::fs::File::options()
-            .read(true)
-            .write(true)
-            .open(nodes.join(node))
-            .is_ok()
-    };
-    names(&class.join("infiniband_verbs"))
-        .into_iter()
-        .find_map(|node| {
-            let name =
-                std::fs::read_to_string(class.join("infiniband_verbs").join(&node).join("ibdev"))
-                    .ok()?;
-            let ports = class.join("infiniband").join(name.trim()).join("ports");
-            let active = names(&ports).iter().any(|port| {
-                std::fs::read_to_string(ports.join(port).join("state"))
-                    .is_ok_and(|state| state.contains("ACTIVE"))
-            });
-            (active && opens(&node)).then(|| name.trim().to_owned())
-        })
+    let opens = |node: &str| std::fs::File::options().read(true).write(true).open(nodes.join(node)).is_ok();
+    names(&class.join("infiniband_verbs")).into_iter().find_map(|node| {
+        let name = std::fs::read_to_string(class.join("infiniband_verbs").join(&node).join("ibdev")).ok()?;
+        let ports = class.join("infiniband").join(name.trim()).join("ports");
+        let active = names(&ports).iter().any(|port| {
+            std::fs::read_to_string(ports.join(port).join("state")).is_ok_and(|state| state.contains("ACTIVE"))
+        });
+        (active && opens(&node)).then(|| name.trim().to_owned())
+    })
 }
 
 /// Lifts the limit of locked memory for us and what we start, where we may.
 pub(crate) fn lift_memlock(privilege: Privilege) {
     let mut command: Command = privilege.command("prlimit");
-    command.args([
-        "--memlock=unlimited:unlimited",
-        "--pid",
-        &std::process::id().to_string(),
-    ]);
-    let _stays_as_it_is = command
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .status();
+    command.args(["--memlock=unlimited:unlimited", "--pid", &std::process::id().to_string()]);
+    let _stays_as_it_is = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).status();
 }
 
 #[cfg(test)]

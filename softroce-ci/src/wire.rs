@@ -82,11 +82,7 @@ pub(crate) struct Frame {
 
 impl Frame {
     pub(crate) fn new(kind: Kind, channel: u32, body: impl Into<Vec<u8>>) -> Self {
-        Self {
-            kind,
-            channel,
-            body: body.into(),
-        }
+        Self { kind, channel, body: body.into() }
     }
 
     /// The exit status or signal number in the body; 255 when it is not one.
@@ -121,15 +117,10 @@ impl Frame {
         let [l0, l1, l2, l3, kind, c0, c1, c2, c3] = header;
         let len = u32::from_le_bytes([l0, l1, l2, l3]);
         let kind = Kind::from_u8(kind).filter(|_| len <= BODY_MAX_BYTES);
-        let kind =
-            kind.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "a frame that is none"))?;
+        let kind = kind.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "a frame that is none"))?;
         let mut body = vec![0; len as usize];
         input.read_exact(&mut body)?;
-        Ok(Some(Self {
-            kind,
-            channel: u32::from_le_bytes([c0, c1, c2, c3]),
-            body,
-        }))
+        Ok(Some(Self { kind, channel: u32::from_le_bytes([c0, c1, c2, c3]), body }))
     }
 }
 
@@ -166,10 +157,7 @@ mod tests {
     #[test]
     fn frames_come_back_as_they_went() {
         let mut bytes = Vec::new();
-        let frames = [
-            Frame::new(Kind::Stdout, 7, b"hello".to_vec()),
-            Frame::new(Kind::Beat, 0, Vec::new()),
-        ];
+        let frames = [Frame::new(Kind::Stdout, 7, b"hello".to_vec()), Frame::new(Kind::Beat, 0, Vec::new())];
         for frame in &frames {
             frame.write_to(&mut bytes).unwrap();
         }
@@ -190,10 +178,7 @@ mod tests {
     fn words_that_are_not_utf8_survive() {
         use std::os::unix::ffi::OsStringExt as _;
         let odd = OsString::from_vec(vec![b'a', 0xff, b'"', b' ', b'\'']);
-        let spec = ExecSpec {
-            argv: vec![odd.clone()],
-            ..ExecSpec::default()
-        };
+        let spec = ExecSpec { argv: vec![odd.clone()], ..ExecSpec::default() };
         let back: ExecSpec = serde_json::from_slice(&serde_json::to_vec(&spec).unwrap()).unwrap();
         assert_eq!(back.argv, [odd]);
     }

@@ -72,11 +72,7 @@ impl Testbed {
             let body = body.context(|| "encode a command".to_owned())?;
             self.send(host, Frame::new(Kind::Exec, self.next_channel, body));
             self.next_channel += 1;
-            runs.push(Running {
-                host,
-                has_terminal: spec.pty.is_some(),
-                outcome: None,
-            });
+            runs.push(Running { host, has_terminal: spec.pty.is_some(), outcome: None });
         }
         let input_to = runs.first().map_or(0, |run| run.host);
         let feeder = input.then(|| feed_standard_input(self.tell.clone()));
@@ -101,21 +97,14 @@ impl Testbed {
             let (host, frame) = match event {
                 Some(Event::Frame(host, frame)) => (host, frame),
                 Some(Event::Input(bytes)) => {
-                    let kind = if bytes.is_empty() {
-                        Kind::StdinEnd
-                    } else {
-                        Kind::Stdin
-                    };
+                    let kind = if bytes.is_empty() { Kind::StdinEnd } else { Kind::Stdin };
                     self.send(input_to, Frame::new(kind, first, bytes));
                     continue;
                 }
                 _ => continue,
             };
             // Frames of earlier commands, killed and late, have smaller channels.
-            let index = frame
-                .channel
-                .checked_sub(first)
-                .and_then(|index| usize::try_from(index).ok());
+            let index = frame.channel.checked_sub(first).and_then(|index| usize::try_from(index).ok());
             let Some(run) = index.and_then(|index| runs.get_mut(index)) else {
                 continue;
             };
@@ -139,15 +128,8 @@ impl Testbed {
     }
 
     fn kill(&mut self, runs: &[Running], first: u32) {
-        for (run, channel) in runs
-            .iter()
-            .zip(first..)
-            .filter(|(run, _)| run.outcome.is_none())
-        {
-            self.send(
-                run.host,
-                Frame::new(Kind::Signal, channel, Signal::KILL.as_raw().to_le_bytes()),
-            );
+        for (run, channel) in runs.iter().zip(first..).filter(|(run, _)| run.outcome.is_none()) {
+            self.send(run.host, Frame::new(Kind::Signal, channel, Signal::KILL.as_raw().to_le_bytes()));
         }
     }
 }
@@ -160,10 +142,7 @@ fn feed_standard_input(tell: SyncSender<Event>) -> std::sync::mpsc::Sender<()> {
         let mut chunk = vec![0; 32 << 10];
         loop {
             let n = std::io::stdin().read(&mut chunk).unwrap_or(0);
-            if tell.send(Event::Input(chunk[..n].to_vec())).is_err()
-                || n == 0
-                || more.recv().is_err()
-            {
+            if tell.send(Event::Input(chunk[..n].to_vec())).is_err() || n == 0 || more.recv().is_err() {
                 return;
             }
         }
