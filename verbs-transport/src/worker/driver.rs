@@ -423,6 +423,7 @@ impl<F: Fabric> Shared<F> {
         let mut again = false;
         for peer in self.all_peers() {
             let mut state = peer.lock();
+            state.trim();
             let Some(Epoch { link: Some(link), tail_seen, .. }) = &mut state.epoch else { continue };
             if !link.has_bare_tail() {
                 *tail_seen = None;
