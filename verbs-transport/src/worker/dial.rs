@@ -40,14 +40,16 @@ async fn dial_until_done<F: Fabric>(shared: &Arc<Shared<F>>, peer: &Arc<Peer<F>>
             Step::Done => return,
             Step::Wait(until) => {
                 tokio::select! {
+                    biased;
                     () = sleep_until(until.into()) => {}
                     () = changed => {}
                 }
             }
             Step::Dial(hello, addrs) => {
                 tokio::select! {
-                    () = dial_once(shared, peer, &hello, &addrs) => {}
+                    biased;
                     () = shared.stopping() => return,
+                    () = dial_once(shared, peer, &hello, &addrs) => {}
                 }
             }
         }

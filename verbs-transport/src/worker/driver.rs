@@ -1,7 +1,7 @@
 //! The driver: polls completions, gives slabs back, hands frames on, ends what has ended.
 
 use std::{
-    collections::HashMap,
+    collections::BTreeMap,
     ops::Range,
     sync::Arc,
     time::{Duration, Instant},
@@ -58,7 +58,8 @@ pub(crate) struct Driver<F: Fabric> {
     touched: Vec<Arc<Peer<F>>>,
     deliveries: Vec<Delivery>,
     scratch: Vec<u8>,
-    retired: HashMap<u32, Retired<F>>,
+    /// By QP number, so that simulation is reproducible.
+    retired: BTreeMap<u32, Retired<F>>,
     /// When to look at bare tails next.
     tail_check: Option<Instant>,
 }
@@ -73,7 +74,7 @@ impl<F: Fabric> Driver<F> {
             touched: Vec::new(),
             deliveries: Vec::new(),
             scratch: Vec::new(),
-            retired: HashMap::new(),
+            retired: BTreeMap::new(),
             tail_check: None,
         }
     }

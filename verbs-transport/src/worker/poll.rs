@@ -24,6 +24,7 @@ pub(crate) async fn run_task<F: Fabric>(shared: Arc<Shared<F>>, spin: Duration) 
             let due = shared.driver().timers(&shared);
             let due = due.unwrap_or_else(|| shared.now() + QUIET_BEFORE_DESTROY);
             tokio::select! {
+                biased;
                 () = sleep_until(due.into()) => {}
                 () = shared.driver_wake.notified() => {}
             }
