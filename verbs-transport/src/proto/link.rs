@@ -98,7 +98,7 @@ pub trait Outbox {
     /// A slab for a SEND that is too long to go inline; `None` when the pool is empty.
     fn take_slab(&mut self) -> Option<SendSlab>;
 
-    /// Whether slabs are scarce, so that each must come home soon.
+    /// Whether slabs are scarce, so that each must come home soon. Always so when the last one has been taken.
     fn slabs_scarce(&self) -> bool;
 
     /// Adds an inline SEND of these parts; says no when its bytes do not fit into this batch any more.
@@ -408,8 +408,9 @@ impl Link {
                 }
             };
             let head = self.header(kind, false, false, word);
-            // A PING is signaled: it is also what covers a bare tail.
-            let force_signal = matches!(kind, FrameKind::Ping);
+            // A PING is signaled: it is also what covers a bare tail. So is whatever takes a scarce slab: were the last
+            // ones held by unsignaled grants, no PING could go out to bring them home.
+            let force_signal = matches!(kind, FrameKind::Ping) || (slab.is_some() && out.slabs_scarce());
             let (seq, signaled) = (self.sends.next_seq(), self.sends.will_signal(force_signal));
             let slab = match slab {
                 None => {
