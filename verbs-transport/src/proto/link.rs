@@ -532,17 +532,16 @@ impl Link {
         self.sends.take_back(seq)
     }
 
-    /// The connection has ended: nothing more goes out.
+    /// The connection has ended: nothing more goes out. What had come in before may still be taken.
     pub fn end(&mut self) {
         self.ended = true;
-        self.assembly.clear();
     }
 
     /// The QP is in ERR. Unsignaled WRs that the peer has acknowledged give no completion any more, so one more WR is
-    /// posted behind all others: its flush tells that everything before it has ended. `None` when nothing is in flight.
+    /// posted behind all others: its flush tells that everything before it has ended, and that every receive which
+    /// completed before is polled. `None` when the queue is full, which the WR kept free for it prevents.
     pub fn drain_marker(&mut self) -> Option<WrSeq> {
-        let needed = !self.sends.is_empty() && self.sends.free() > 0;
-        needed.then(|| self.sends.push(InFlight { slab: None, frame: None }, true).seq)
+        (self.sends.free() > 0).then(|| self.sends.push(InFlight { slab: None, frame: None }, true).seq)
     }
 
     /// No completion will come any more.
