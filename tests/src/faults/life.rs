@@ -99,6 +99,18 @@ impl Life {
         let _ = self.worker.register(&other.worker.address());
     }
 
+    /// How it stands with its peers, in words.
+    pub fn tell(&self) -> String {
+        let peer = |id| {
+            let told = self.worker.describe(InstanceId(id))?;
+            let (left, owed, flight) = (told.credits_left?, told.credits_owed?, told.wrs_in_flight?);
+            let (proven, queued) = (told.proven, told.queued_frames);
+            Some(format!("to {id}: proven {proven}, {left} credits, {owed} owed, {flight} WRs, {queued} queued"))
+        };
+        let peers: Vec<_> = (1..=4).filter_map(peer).collect();
+        format!("run {} of {}, manual {}: {peers:?}", self.run, self.me, self.manual)
+    }
+
     /// Sends no more.
     pub fn silence(&mut self) {
         if let Some(sender) = self.sender.take() {

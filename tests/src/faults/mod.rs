@@ -298,6 +298,7 @@ impl Stage {
             sleep(Duration::from_millis(10)).await;
         }
         let held = self.world.ledger.open();
+        let told: Vec<_> = self.lives.iter().chain(&self.dead).filter(|_| !held.is_empty()).map(Life::tell).collect();
         for life in self.lives.iter_mut().chain(&mut self.dead) {
             life.shut_down().await?;
         }
@@ -306,7 +307,7 @@ impl Stage {
             return Err(format!("neither delivered nor reported, even after shutdown: {open:?}"));
         }
         if !held.is_empty() {
-            return Err(format!("no end before shutdown, though faults are over: {held:?}"));
+            return Err(format!("no end before shutdown, though faults are over: {held:?}; {told:#?}"));
         }
         self.lives.clear();
         self.dead.clear();
