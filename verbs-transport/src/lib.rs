@@ -5,6 +5,7 @@ pub mod fabric;
 pub mod proto;
 pub mod select;
 pub mod sim;
+mod transport;
 pub mod verbs;
 mod worker;
 
@@ -12,6 +13,7 @@ pub use proto::{
     frame::MessageType,
     link::{LinkCounts, LinkLimits, SendErrorHandler},
 };
+pub use transport::{BoxFuture, Transport};
 pub use worker::{
     Admission, AdmissionError, AdmissionState, Borrowed, Config, ConfigError, ConnectError, EpochEnd, FlowStats,
     Handler, Inbound, PeerDescription, Progress, Received, RegisterError, SendError, SendOutcome, StartError, Stats,
