@@ -127,28 +127,36 @@ impl<F: Fabric> Driver<F> {
     /// Polls one batch and does all that follows from it. Gives the number of completions.
     pub(crate) fn progress(&mut self, shared: &Arc<Shared<F>>) -> Result<usize, FabricError> {
         let mut effects = Effects::default();
+        let polled = self.step(shared, &mut effects);
+        // What has ended is told whatever else fails.
+        effects.run(shared);
+        polled
+    }
+
+    fn step(&mut self, shared: &Arc<Shared<F>>, effects: &mut Effects) -> Result<usize, FabricError> {
         let polled = shared.fabric.poll(&mut self.wcs)?;
         let mut wcs = std::mem::take(&mut self.wcs);
         for wc in wcs.drain(..) {
-            self.on_wc(shared, wc, &mut effects);
+            self.on_wc(shared, wc, effects);
         }
         self.wcs = wcs;
         // Slabs go back before frames are handed on, in chains; a short chain waits until nothing else is to be done,
         // which the next call finds out.
-        if self.reposts.len() >= POST_BATCH || polled == 0 {
-            self.repost(shared)?;
+        let reposted = if self.reposts.len() >= POST_BATCH || polled == 0 { self.repost(shared) } else { Ok(()) };
+        if reposted.is_ok() {
+            self.pump_touched(shared, effects);
         }
-        self.pump_touched(shared, &mut effects);
+        // Also when the device is lost meanwhile: these frames have arrived.
         self.deliver(shared);
-        shared.feed_starved(&mut effects);
+        reposted?;
+        shared.feed_starved(effects);
         if !self.retired.is_empty() || !shared.retired.is_empty() {
-            self.sweep_retired(shared, &mut effects);
+            self.sweep_retired(shared, effects);
         }
         let (_, changed) = shared.backlog.update();
         if changed {
-            shared.pump_all(&mut effects);
+            shared.pump_all(effects);
         }
-        effects.run(shared);
         Ok(polled)
     }
 
