@@ -48,8 +48,8 @@ async fn dial_until_done<F: Fabric>(shared: &Arc<Shared<F>>, peer: &Arc<Peer<F>>
             Step::Dial(hello, addrs) => {
                 tokio::select! {
                     biased;
-                    () = dial_once(shared, peer, &hello, &addrs) => {}
                     () = shared.stopping() => return,
+                    () = dial_once(shared, peer, &hello, &addrs) => {}
                 }
             }
         }

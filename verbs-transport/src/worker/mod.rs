@@ -393,11 +393,18 @@ impl<F: Fabric> Worker<F> {
     pub fn progress(&self) -> Result<usize, FabricError> {
         let shared = self.shared();
         let Some(mut driver) = shared.idle_driver() else { return Ok(0) };
-        let polled = driver.progress(shared)?;
-        if polled == 0 {
+        let polled = driver.progress(shared).and_then(|polled| {
+            // In the other modes the events are the driver's own, and it is woken for them.
+            if polled == 0 && shared.config.progress == Progress::Manual {
+                poll::take_async_events(shared, &mut driver)?;
+            }
+            Ok(polled)
+        });
+        if !matches!(polled, Ok(1..)) {
             driver.timers(shared);
         }
-        Ok(polled)
+        drop(driver);
+        polled.inspect_err(|error| shared.on_device_lost(error))
     }
 
     /// What the bootstrap's listener has seen, once started.

@@ -67,6 +67,7 @@ pub(crate) struct Shared<F: Fabric> {
     bare_tail: AtomicBool,
     inline_request: AtomicU32,
     driver_stop: AtomicBool,
+    device_lost: AtomicBool,
     stop: watch::Sender<bool>,
 }
 
@@ -106,6 +107,7 @@ impl<F: Fabric> Shared<F> {
             bare_tail: AtomicBool::new(false),
             inline_request: AtomicU32::new(config.inline_request_bytes),
             driver_stop: AtomicBool::new(false),
+            device_lost: AtomicBool::new(false),
             stop: watch::Sender::new(false),
             config,
             fabric,
@@ -297,9 +299,13 @@ impl<F: Fabric> Shared<F> {
         }
     }
 
-    pub(crate) fn on_device_lost(&self, error: FabricError) {
+    /// Ends every connection, at the first of what may be many failures.
+    pub(crate) fn on_device_lost(&self, error: &FabricError) {
+        if self.device_lost.swap(true, Ordering::AcqRel) {
+            return;
+        }
         tracing::error!(%error, "the device is lost");
-        self.end_all(&Arc::new(EpochEnd::DeviceLost(Arc::new(error))));
+        self.end_all(&Arc::new(EpochEnd::DeviceLost(Arc::new(error.again()))));
     }
 
     /// Resolves when shutdown begins.
