@@ -26,7 +26,8 @@ pub trait Acceptor: Send + Sync + 'static {
 
     /// Would this hello retire something? Then its sender must first answer a challenge, one round trip more, so
     /// that bytes which a dead process left in a socket cannot displace a live connection. Give
-    /// [`Exchange::would_replace`](crate::Exchange::would_replace); `true` is always safe.
+    /// [`Exchange::would_replace`](crate::Exchange::would_replace); `true` is always safe. Asked when the hello came and
+    /// again when it is its turn.
     fn must_prove_alive(&self, hello: &Offer) -> bool {
         let _ = hello;
         true

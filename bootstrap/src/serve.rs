@@ -9,7 +9,7 @@ use tokio::{
 };
 
 use crate::{
-    auth::{self, Role},
+    auth::{self, Role, Secret},
     config::Config,
     counters::Slot,
     life::LifeSocket,
@@ -102,7 +102,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin + Send> Inbound<S> {
         &mut self,
         shared: &Shared,
         acceptor: &A,
-    ) -> Result<(Hello, Nonce, OwnedSemaphorePermit), AcceptError> {
+    ) -> Result<(Hello, Option<Nonce>, OwnedSemaphorePermit), AcceptError> {
         let hello = match self.read().await? {
             Frame::Hello(hello) => hello,
             other => return Err(self.out_of_turn("a hello", &other).await),
@@ -116,34 +116,52 @@ impl<S: AsyncRead + AsyncWrite + Unpin + Send> Inbound<S> {
         if let Some(refusal) = unequal {
             return Err(self.refused(refusal).await);
         }
-        let nonce = auth::nonce();
+        let mut nonce = None;
         if secret.is_some() || acceptor.must_prove_alive(&hello.offer) {
-            self.stage = Stage::Proof;
-            self.write(&Frame::Challenge(Challenge { nonce, needs_tag: secret.is_some() })).await?;
-            let proof = match self.read().await? {
-                Frame::Proof(proof) => proof,
-                other => return Err(self.out_of_turn("a proof", &other).await),
-            };
-            let knows = match (secret, proof.tag) {
-                (None, _) => true,
-                (Some(secret), Some(tag)) => secret.verify(tag, Role::Dialer, &hello, &nonce, None),
-                (Some(_), None) => false,
-            };
-            if proof.nonce != nonce || !knows {
-                let refusal = Refusal::new(Status::AuthFailed, "the proof does not fit: are both secrets the same?");
-                return Err(self.refused(refusal).await);
-            }
+            nonce = Some(self.challenge(secret, &hello).await?);
         }
         self.stage = Stage::Turn;
         let turn = Arc::clone(&shared.turns).acquire_owned().await.map_err(|_| AcceptError::Stopped)?;
+        // While it waited, another may have connected what this hello would now displace.
+        if nonce.is_none() && acceptor.must_prove_alive(&hello.offer) {
+            nonce = Some(self.challenge(secret, &hello).await?);
+        }
         self.still_there().await?;
         Ok((hello, nonce, turn))
     }
 
+    /// Lets the dialer show that it lives, and with a secret that it knows it.
+    async fn challenge(&mut self, secret: Option<&Secret>, hello: &Hello) -> Result<Nonce, AcceptError> {
+        self.stage = Stage::Proof;
+        let nonce = auth::nonce();
+        self.write(&Frame::Challenge(Challenge { nonce, needs_tag: secret.is_some() })).await?;
+        let proof = match self.read().await? {
+            Frame::Proof(proof) => proof,
+            other => return Err(self.out_of_turn("a proof", &other).await),
+        };
+        let knows = match (secret, proof.tag) {
+            (None, _) => true,
+            (Some(secret), Some(tag)) => secret.verify(tag, Role::Dialer, hello, &nonce, None),
+            (Some(_), None) => false,
+        };
+        if proof.nonce != nonce || !knows {
+            let refusal = Refusal::new(Status::AuthFailed, "the proof does not fit: are both secrets the same?");
+            return Err(self.refused(refusal).await);
+        }
+        Ok(nonce)
+    }
+
     /// The reply, then READY.
-    async fn answer(&mut self, shared: &Shared, hello: &Hello, nonce: Nonce, reply: &Offer) -> Result<(), AcceptError> {
-        let secret = shared.config.secret.as_ref();
-        let tag = secret.map(|secret| secret.tag(Role::Acceptor, hello, &nonce, Some(reply)));
+    async fn answer(
+        &mut self,
+        shared: &Shared,
+        hello: &Hello,
+        nonce: Option<Nonce>,
+        reply: &Offer,
+    ) -> Result<(), AcceptError> {
+        // With a secret there was a challenge.
+        let proven = shared.config.secret.as_ref().zip(nonce);
+        let tag = proven.map(|(secret, nonce)| secret.tag(Role::Acceptor, hello, &nonce, Some(reply)));
         self.write(&Frame::Reply(Reply { offer: reply.clone(), tag })).await?;
         self.stage = Stage::Ready;
         let mut byte = [0];

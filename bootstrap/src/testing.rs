@@ -1,6 +1,12 @@
 //! Offers and an acceptor for tests.
 
-use std::{sync::Mutex, time::Duration};
+use std::{
+    sync::{
+        Mutex,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
+    time::Duration,
+};
 
 use crate::{
     life::LifeSocket,
@@ -51,7 +57,7 @@ pub(crate) struct Recorder<S> {
     /// What `on_hello` does after `pause`.
     pub(crate) answer: Result<Offer, Refusal>,
     pub(crate) pause: Duration,
-    pub(crate) must_prove_alive: bool,
+    pub(crate) must_prove_alive: AtomicBool,
     pub(crate) heard: Mutex<Vec<Heard<S>>>,
 }
 
@@ -64,7 +70,7 @@ pub(crate) enum Heard<S> {
 
 impl<S> Recorder<S> {
     pub(crate) fn new(answer: Result<Offer, Refusal>) -> Self {
-        Self { answer, pause: Duration::ZERO, must_prove_alive: true, heard: Mutex::new(Vec::new()) }
+        Self { answer, pause: Duration::ZERO, must_prove_alive: AtomicBool::new(true), heard: Mutex::new(Vec::new()) }
     }
 
     pub(crate) fn take(&self) -> Vec<Heard<S>> {
@@ -80,7 +86,7 @@ impl<S: Send + 'static> Acceptor for Recorder<S> {
     type Stream = S;
 
     fn must_prove_alive(&self, _hello: &Offer) -> bool {
-        self.must_prove_alive
+        self.must_prove_alive.load(Relaxed)
     }
 
     async fn on_hello(&self, hello: Offer) -> Result<Offer, Refusal> {

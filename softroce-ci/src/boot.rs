@@ -54,27 +54,17 @@ pub(crate) fn boot(
         Accel::Kvm => "KVM",
         Accel::Tcg => "TCG, no KVM",
     };
-    let what = if plan.hosts == 1 {
-        "the guest".to_owned()
-    } else {
-        format!("{} guests", plan.hosts)
-    };
-    plan.progress.step(&format!(
-        "booting {what} (Linux {}, {how})",
-        plan.kernel.release
-    ));
+    let what = if plan.hosts == 1 { "the guest".to_owned() } else { format!("{} guests", plan.hosts) };
+    plan.progress.step(&format!("booting {what} (Linux {}, {how})", plan.kernel.release));
     let initramfs = dir.join("initramfs");
-    let firewall = ["/usr/sbin/nft", "/usr/sbin/iptables", "/sbin/iptables"]
-        .iter()
-        .any(|tool| Path::new(tool).exists());
+    let firewall =
+        ["/usr/sbin/nft", "/usr/sbin/iptables", "/sbin/iptables"].iter().any(|tool| Path::new(tool).exists());
     initramfs::write(&initramfs, plan.busybox, &plan.kernel.modules(firewall)?)?;
     let folders = folders(plan, dir)?;
     let mut machines = Vec::new();
     for host in 1..=plan.hosts {
         let control = dir.join(format!("control-{host}"));
-        let cable = (plan.hosts == 2)
-            .then(|| cable(plan.arch, dir, host))
-            .transpose()?;
+        let cable = (plan.hosts == 2).then(|| cable(plan.arch, dir, host)).transpose()?;
         let command = qemu::command(&Spec {
             arch: plan.arch,
             accel: plan.accel,
@@ -92,11 +82,7 @@ pub(crate) fn boot(
         let index = usize::from(host) - 1;
         let mut machine = Machine::start(command, index, tell)?;
         machine.connect(&control, index, tell)?;
-        if let Some(Cable::Stream {
-            socket,
-            listen: true,
-        }) = &cable
-        {
+        if let Some(Cable::Stream { socket, listen: true }) = &cable {
             machine.wait_for(|| socket.exists().then_some(()))?;
         }
         machines.push(machine);
@@ -109,63 +95,33 @@ pub(crate) fn boot(
 /// The folders of the guests; writes what they find in the first one.
 fn folders(plan: &Plan, dir: &Path) -> Result<Vec<(String, PathBuf, bool)>, Error> {
     let run = dir.join("run");
-    let shared = plan
-        .share
-        .map_or_else(|| dir.join("shared"), Path::to_path_buf);
+    let shared = plan.share.map_or_else(|| dir.join("shared"), Path::to_path_buf);
     for made in [&run, &run.join("shared"), &shared] {
         std::fs::create_dir_all(made).context(|| format!("create {}", made.display()))?;
     }
     let program = std::env::current_exe().context(|| "find this program".to_owned())?;
     let agent = run.join("agent");
-    std::fs::copy(&program, &agent)
-        .context(|| format!("copy {} to {}", program.display(), agent.display()))?;
+    std::fs::copy(&program, &agent).context(|| format!("copy {} to {}", program.display(), agent.display()))?;
     write_script(&run.join("peer-exec"))?;
-    let mut folders = vec![
-        ("root".to_owned(), PathBuf::from("/"), false),
-        ("run".to_owned(), run.clone(), false),
-    ];
+    let mut folders = vec![("root".to_owned(), PathBuf::from("/"), false), ("run".to_owned(), run.clone(), false)];
     let mut mounts = Vec::new();
     let mut add = |tag: String, from: &Path, at: &str, writable: bool| {
         folders.push((tag.clone(), from.to_path_buf(), writable));
-        mounts.push(Mount {
-            tag,
-            at: at.to_owned(),
-            writable,
-        });
+        mounts.push(Mount { tag, at: at.to_owned(), writable });
     };
     add("shared".to_owned(), &shared, &format!("{RUN}/shared"), true);
     for (number, path) in plan.visible.iter().enumerate() {
-        add(
-            format!("visible{number}"),
-            path,
-            &path.to_string_lossy(),
-            false,
-        );
+        add(format!("visible{number}"), path, &path.to_string_lossy(), false);
     }
     for (number, path) in plan.writable.iter().enumerate() {
-        add(
-            format!("writable{number}"),
-            path,
-            &path.to_string_lossy(),
-            true,
-        );
+        add(format!("writable{number}"), path, &path.to_string_lossy(), true);
     }
     for host in 1..=plan.hosts {
-        let name = if plan.hosts == 1 {
-            "softroce".to_owned()
-        } else {
-            format!("softroce{host}")
-        };
-        let config = GuestConfig {
-            host,
-            hosts: plan.hosts,
-            name,
-            mounts: mounts.clone(),
-        };
+        let name = if plan.hosts == 1 { "softroce".to_owned() } else { format!("softroce{host}") };
+        let config = GuestConfig { host, hosts: plan.hosts, name, mounts: mounts.clone() };
         let path = run.join(format!("guest-{host}.json"));
         let json = serde_json::to_vec(&config).map_err(std::io::Error::from);
-        json.and_then(|json| std::fs::write(&path, json))
-            .context(|| format!("write {}", path.display()))?;
+        json.and_then(|json| std::fs::write(&path, json)).context(|| format!("write {}", path.display()))?;
     }
     Ok(folders)
 }
@@ -181,34 +137,21 @@ fn write_script(path: &Path) -> Result<(), Error> {
 fn cable(arch: Arch, dir: &Path, host: u8) -> Result<Cable, Error> {
     let listen = host == 1;
     if qemu::version(arch).is_some_and(|version| version >= (7, 2)) {
-        return Ok(Cable::Stream {
-            socket: dir.join("cable"),
-            listen,
-        });
+        return Ok(Cable::Stream { socket: dir.join("cable"), listen });
     }
     let note = dir.join("cable-port");
     if listen {
-        let listener =
-            std::net::TcpListener::bind("127.0.0.1:0").context(|| "find a free port".to_owned())?;
-        let port = listener
-            .local_addr()
-            .context(|| "find a free port".to_owned())?
-            .port();
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").context(|| "find a free port".to_owned())?;
+        let port = listener.local_addr().context(|| "find a free port".to_owned())?.port();
         std::fs::write(&note, port.to_string()).context(|| format!("write {}", note.display()))?;
         return Ok(Cable::Tcp { port, listen });
     }
     let port = std::fs::read_to_string(&note).context(|| format!("read {}", note.display()))?;
-    let port = port
-        .parse()
-        .map_err(|_| Error::Config(format!("{} holds no port", note.display())))?;
+    let port = port.parse().map_err(|_| Error::Config(format!("{} holds no port", note.display())))?;
     Ok(Cable::Tcp { port, listen })
 }
 
-fn wait_for_hellos(
-    plan: &Plan,
-    machines: &mut [Machine],
-    events: &Receiver<Event>,
-) -> Result<String, Error> {
+fn wait_for_hellos(plan: &Plan, machines: &mut [Machine], events: &Receiver<Event>) -> Result<String, Error> {
     let start = Instant::now();
     let patience = patience(plan.accel);
     let mut hellos = vec![None; machines.len()];
@@ -220,10 +163,7 @@ fn wait_for_hellos(
                 if start.elapsed() > patience {
                     let late = hellos.iter().position(Option::is_none).unwrap_or(0);
                     let console = machines[late].console.tail();
-                    return Err(Error::BootTimeout {
-                        seconds: patience.as_secs(),
-                        console,
-                    });
+                    return Err(Error::BootTimeout { seconds: patience.as_secs(), console });
                 }
                 continue;
             }
@@ -234,10 +174,7 @@ fn wait_for_hellos(
                 hellos[index] = Some(hello);
             }
             Event::Frame(index, frame) if frame.kind == Kind::Fatal => {
-                return Err(Error::GuestSetup {
-                    why: frame.text(),
-                    console: machines[index].console.tail(),
-                });
+                return Err(Error::GuestSetup { why: frame.text(), console: machines[index].console.tail() });
             }
             Event::Console(index, line) => {
                 if plan.verbose {
@@ -245,20 +182,12 @@ fn wait_for_hellos(
                 }
                 if let Some((_, why)) = line.split_once(initramfs::FATAL) {
                     let why = why.trim().to_owned();
-                    return Err(Error::GuestSetup {
-                        why,
-                        console: machines[index].console.tail(),
-                    });
+                    return Err(Error::GuestSetup { why, console: machines[index].console.tail() });
                 }
             }
             Event::Closed(index) => return Err(machines[index].last_words(events)),
             Event::Frame(..) | Event::Input(_) => {}
         }
     }
-    Ok(hellos
-        .into_iter()
-        .flatten()
-        .map(|hello| hello.device)
-        .next()
-        .unwrap_or_default())
+    Ok(hellos.into_iter().flatten().map(|hello| hello.device).next().unwrap_or_default())
 }

@@ -18,7 +18,7 @@ pub(crate) const PROBED: &str = "softroce-init: alive";
 /// program, takes over as process 1.
 const INIT: &str = r#"#!/bin/busybox sh
 export PATH=/bin
-/bin/busybox mkdir -p /proc /sys /dev /host /above /root
+/bin/busybox mkdir -p /proc /sys /dev /host /above /joined
 die() { echo "@FATAL@ $1" >/dev/console; sleep 1; poweroff -f; }
 mount -t proc proc /proc
 mount -t sysfs sysfs /sys
@@ -32,15 +32,15 @@ options=trans=virtio,version=9p2000.L,msize=512000
 mount -t 9p -o "ro,$options,cache=loose" root /host || die "cannot mount the shared root"
 mount -t tmpfs -o size=90%,mode=755 tmpfs /above
 mkdir /above/upper /above/work
-mount -t overlay -o lowerdir=/host,upperdir=/above/upper,workdir=/above/work overlay /root || die "cannot mount the overlay"
-mkdir -p /root/run /root/proc /root/sys /root/dev
-mount -t tmpfs -o mode=755 tmpfs /root/run
-mkdir -p /root@RUN@
-mount -t 9p -o "rw,$options" run /root@RUN@ || die "cannot mount the shared folder"
-mount --move /proc /root/proc
-mount --move /sys /root/sys
-mount --move /dev /root/dev
-exec switch_root /root @RUN@/agent softroce guest-agent
+mount -t overlay -o lowerdir=/host,upperdir=/above/upper,workdir=/above/work overlay /joined || die "cannot mount the overlay"
+mkdir -p /joined/run /joined/proc /joined/sys /joined/dev
+mount -t tmpfs -o mode=755 tmpfs /joined/run
+mkdir -p /joined@RUN@
+mount -t 9p -o "rw,$options" run /joined@RUN@ || die "cannot mount the shared folder"
+mount --move /proc /joined/proc
+mount --move /sys /joined/sys
+mount --move /dev /joined/dev
+exec switch_root /joined @RUN@/agent softroce guest-agent
 "#;
 
 /// Writes the initramfs to `path`.

@@ -73,10 +73,7 @@ impl Kernel {
 
 /// Digits compare as numbers, so that 6.1.0-57 is newer than 6.1.0-9.
 fn version_key(release: &str) -> Vec<u64> {
-    release
-        .split(|c: char| !c.is_ascii_digit())
-        .filter_map(|digits| digits.parse().ok())
-        .collect()
+    release.split(|c: char| !c.is_ascii_digit()).filter_map(|digits| digits.parse().ok()).collect()
 }
 
 fn download(cache: &Path, arch: Arch, progress: &Progress) -> Result<Kernel, Error> {
@@ -85,53 +82,32 @@ fn download(cache: &Path, arch: Arch, progress: &Progress) -> Result<Kernel, Err
         .find_map(|meta| image_package(meta))
         .map(|image| with_modules(&image))
         .ok_or_else(|| {
-            let why = format!(
-                "apt knows no {} and no linux-image-generic; run `apt-get update` as root",
-                arch.debian_kernel
-            );
+            let why =
+                format!("apt knows no {} and no linux-image-generic; run `apt-get update` as root", arch.debian_kernel);
             Error::Kernel(why)
         })?;
-    let release = packages[0]
-        .trim_start_matches("linux-image-")
-        .trim_start_matches("unsigned-")
-        .to_owned();
-    progress.step(&format!(
-        "downloading the kernel {release} (unpacked into the cache, not installed)"
-    ));
+    let release = packages[0].trim_start_matches("linux-image-").trim_start_matches("unsigned-").to_owned();
+    progress.step(&format!("downloading the kernel {release} (unpacked into the cache, not installed)"));
     std::fs::create_dir_all(cache).context(|| format!("create {}", cache.display()))?;
     room_for(cache, UNPACKED_MIB)?;
     let dir = tempfile::Builder::new().prefix("kernel-").tempdir_in(cache);
     let dir = dir.context(|| format!("create a directory in {}", cache.display()))?;
     let _registered = signals::register_dir(dir.path().to_path_buf());
     let mut command = Command::new("apt-get");
-    command
-        .args(["download", "-q", "-o", "APT::Sandbox::User=root"])
-        .args(&packages)
-        .current_dir(dir.path());
+    command.args(["download", "-q", "-o", "APT::Sandbox::User=root"]).args(&packages).current_dir(dir.path());
     quiet(command, "apt-get download")?;
     let unpacked = dir.path().join("unpacked");
     progress.step(&format!("unpacking the kernel {release}"));
-    let entries =
-        std::fs::read_dir(dir.path()).context(|| format!("read {}", dir.path().display()))?;
-    for deb in entries
-        .flatten()
-        .map(|entry| entry.path())
-        .filter(|path| path.extension().is_some_and(|e| e == "deb"))
-    {
+    let entries = std::fs::read_dir(dir.path()).context(|| format!("read {}", dir.path().display()))?;
+    for deb in entries.flatten().map(|entry| entry.path()).filter(|path| path.extension().is_some_and(|e| e == "deb")) {
         let mut command = Command::new("dpkg-deb");
         command.arg("-x").arg(&deb).arg(&unpacked);
         quiet(command, "dpkg-deb -x")?;
     }
     let modules = ["lib/modules", "usr/lib/modules"].map(|dir| unpacked.join(dir).join(&release));
     let modules = modules.iter().find(|dir| dir.is_dir());
-    let modules = modules
-        .ok_or_else(|| Error::Kernel(format!("the package {} has no modules", packages[0])))?;
-    keep(
-        cache,
-        &release,
-        &unpacked.join(format!("boot/vmlinuz-{release}")),
-        modules,
-    )
+    let modules = modules.ok_or_else(|| Error::Kernel(format!("the package {} has no modules", packages[0])))?;
+    keep(cache, &release, &unpacked.join(format!("boot/vmlinuz-{release}")), modules)
 }
 
 /// Copies the image and what of the modules may ever be loaded, then marks the whole as good.
@@ -140,9 +116,7 @@ fn keep(cache: &Path, release: &str, image: &Path, modules: &Path) -> Result<Ker
     let names = tree.wanted(true)?;
     let kernels = cache.join("kernels");
     std::fs::create_dir_all(&kernels).context(|| format!("create {}", kernels.display()))?;
-    let dir = tempfile::Builder::new()
-        .prefix(".new-")
-        .tempdir_in(&kernels);
+    let dir = tempfile::Builder::new().prefix(".new-").tempdir_in(&kernels);
     let dir = dir.context(|| format!("create a directory in {}", kernels.display()))?;
     let write = |name: &str, content: &[u8]| {
         let path = dir.path().join(name);
@@ -150,8 +124,7 @@ fn keep(cache: &Path, release: &str, image: &Path, modules: &Path) -> Result<Ker
     };
     let image = std::fs::read(image).context(|| format!("read {}", image.display()))?;
     write("vmlinuz", &image)?;
-    std::fs::create_dir(dir.path().join("modules"))
-        .context(|| format!("create {}", dir.path().display()))?;
+    std::fs::create_dir(dir.path().join("modules")).context(|| format!("create {}", dir.path().display()))?;
     for module in tree.resolve(&names)? {
         write(&format!("modules/{}.ko", module.name), &module.content)?;
     }
@@ -167,8 +140,7 @@ fn keep(cache: &Path, release: &str, image: &Path, modules: &Path) -> Result<Ker
     } else {
         moved.context(|| format!("rename {} to {}", dir.display(), place.display()))?;
     }
-    Kernel::at(&place, release)
-        .ok_or_else(|| Error::Kernel(format!("{} is not readable", place.display())))
+    Kernel::at(&place, release).ok_or_else(|| Error::Kernel(format!("{} is not readable", place.display())))
 }
 
 /// An installed kernel that has everything, readable by us (Ubuntu's images are not, except to root).
@@ -181,34 +153,20 @@ fn installed(cache: &Path) -> Option<Kernel> {
     releases.sort_by_key(|release| version_key(release));
     releases.iter().rev().find_map(|release| {
         let image = PathBuf::from(format!("/boot/vmlinuz-{release}"));
-        keep(
-            cache,
-            release,
-            &image,
-            &Path::new("/lib/modules").join(release),
-        )
-        .ok()
+        keep(cache, release, &image, &Path::new("/lib/modules").join(release)).ok()
     })
 }
 
 /// The image that a meta package depends on.
 fn image_package(meta: &str) -> Option<String> {
-    let output = Command::new("apt-cache")
-        .args(["depends", "--important", meta])
-        .output()
-        .ok()?;
+    let output = Command::new("apt-cache").args(["depends", "--important", meta]).output().ok()?;
     first_image(&String::from_utf8_lossy(&output.stdout))
 }
 
 fn first_image(depends: &str) -> Option<String> {
-    let names = depends.lines().filter_map(|line| {
-        line.trim()
-            .trim_start_matches('|')
-            .strip_prefix("Depends: ")
-    });
+    let names = depends.lines().filter_map(|line| line.trim().trim_start_matches('|').strip_prefix("Depends: "));
     let mut images = names.filter(|name| {
-        name.strip_prefix("linux-image-")
-            .is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()))
+        name.strip_prefix("linux-image-").is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()))
     });
     images.next().map(str::to_owned)
 }
@@ -217,16 +175,11 @@ fn first_image(depends: &str) -> Option<String> {
 fn with_modules(image: &str) -> Vec<String> {
     let release = image.trim_start_matches("linux-image-");
     let known = |name: &String| {
-        let output = Command::new("apt-cache")
-            .args(["show", "--no-all-versions", name])
-            .output();
+        let output = Command::new("apt-cache").args(["show", "--no-all-versions", name]).output();
         output.is_ok_and(|output| output.status.success() && !output.stdout.is_empty())
     };
-    let extra =
-        ["linux-modules-", "linux-modules-extra-"].map(|prefix| format!("{prefix}{release}"));
-    std::iter::once(image.to_owned())
-        .chain(extra.into_iter().filter(known))
-        .collect()
+    let extra = ["linux-modules-", "linux-modules-extra-"].map(|prefix| format!("{prefix}{release}"));
+    std::iter::once(image.to_owned()).chain(extra.into_iter().filter(known)).collect()
 }
 
 /// Runs a command whose output matters only when it fails.
@@ -237,24 +190,15 @@ fn quiet(mut command: Command, name: &str) -> Result<(), Error> {
         return Ok(());
     }
     let said = String::from_utf8_lossy(&output.stderr);
-    Err(Error::Kernel(format!(
-        "`{name}` failed ({}): {}",
-        output.status,
-        said.trim()
-    )))
+    Err(Error::Kernel(format!("`{name}` failed ({}): {}", output.status, said.trim())))
 }
 
 /// Fails when the file system of `dir` has less than this.
 pub(crate) fn room_for(dir: &Path, needed_mib: u64) -> Result<(), Error> {
-    let stat = rustix::fs::statvfs(dir)
-        .context(|| format!("look at the file system of {}", dir.display()))?;
+    let stat = rustix::fs::statvfs(dir).context(|| format!("look at the file system of {}", dir.display()))?;
     let free_mib = (stat.f_bavail * stat.f_frsize) >> 20;
     if free_mib < needed_mib {
-        return Err(Error::DiskSpace {
-            path: dir.to_path_buf(),
-            free_mib,
-            needed_mib,
-        });
+        return Err(Error::DiskSpace { path: dir.to_path_buf(), free_mib, needed_mib });
     }
     Ok(())
 }
@@ -272,15 +216,9 @@ mod tests {
     #[test]
     fn the_image_is_found_among_the_dependencies() {
         let debian = "linux-image-amd64\n  Depends: linux-image-6.1.0-57-amd64\n";
-        assert_eq!(
-            first_image(debian).as_deref(),
-            Some("linux-image-6.1.0-57-amd64")
-        );
+        assert_eq!(first_image(debian).as_deref(), Some("linux-image-6.1.0-57-amd64"));
         let ubuntu = "linux-image-generic\n |Depends: linux-image-6.8.0-45-generic\n  Depends: linux-image-unsigned-6.8.0-45-generic\n  Depends: linux-firmware\n";
-        assert_eq!(
-            first_image(ubuntu).as_deref(),
-            Some("linux-image-6.8.0-45-generic")
-        );
+        assert_eq!(first_image(ubuntu).as_deref(), Some("linux-image-6.8.0-45-generic"));
         assert_eq!(first_image("N: Unable to locate package"), None);
     }
 

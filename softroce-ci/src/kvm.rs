@@ -55,7 +55,7 @@ fn decide(opens: bool, key: &str, file: &Path, boots: impl FnOnce() -> Result<bo
 
 /// Boots the kernel to the point where the initramfs runs, and no further.
 fn boots(arch: Arch, kernel: &Kernel) -> Result<bool, Error> {
-    let dir = crate::session::temporary()?;
+    let dir = crate::testbed::temporary()?;
     let _registered = signals::register_dir(dir.path().to_path_buf());
     let image = dir.path().join("initramfs");
     initramfs::write(&image, &crate::setup::busybox()?, &[])?;

@@ -12,7 +12,7 @@
 //! | what the user says | `cli`, `metadata` |
 //! | what has to be there | `setup`, `kernel`, `arch`, `kvm` |
 //! | the guest's first root | `initramfs`, `cpio`, `modules`, `elf` |
-//! | the guests from outside | `boot`, `qemu`, `machine`, `session` |
+//! | the guests from outside | `boot`, `qemu`, `machine`, `testbed` |
 //! | the guests from inside (this same program is their agent) | `guest`, `guest_device`, `peer` |
 //! | commands and their streams | `wire`, `commands`, `exec`, `output`, `term`, `signals` |
 //! | the subcommands | `run`, `program`, `test`, `artifacts`, `report`, `klog`, `glob` |
@@ -45,11 +45,11 @@ mod progress;
 mod qemu;
 mod report;
 mod run;
-mod session;
 mod setup;
 mod signals;
 mod term;
 mod test;
+mod testbed;
 mod via;
 mod wire;
 

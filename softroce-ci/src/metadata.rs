@@ -139,9 +139,7 @@ impl Workspace {
 
     /// Of the current directory; `None` when it is in no workspace, or there is no cargo.
     pub(crate) fn find_if_any() -> Result<Option<Self>, Error> {
-        let output = cargo()
-            .args(["metadata", "--format-version", "1", "--no-deps"])
-            .output();
+        let output = cargo().args(["metadata", "--format-version", "1", "--no-deps"]).output();
         match output {
             Ok(output) if output.status.success() => Self::parse(&output.stdout).map(Some),
             _ => Ok(None),

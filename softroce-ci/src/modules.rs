@@ -62,10 +62,7 @@ impl Tree {
             for entry in entries {
                 let entry = entry.context(|| format!("read {}", dir.display()))?;
                 let path = entry.path();
-                let is_dir = entry
-                    .file_type()
-                    .context(|| format!("read {}", path.display()))?
-                    .is_dir();
+                let is_dir = entry.file_type().context(|| format!("read {}", path.display()))?.is_dir();
                 if is_dir {
                     todo.push(path);
                 } else if let Some(name) = module_name(&path) {
@@ -74,10 +71,7 @@ impl Tree {
             }
         }
         let list = std::fs::read_to_string(dir.join("modules.builtin")).unwrap_or_default();
-        let builtin = list
-            .lines()
-            .filter_map(|line| module_name(Path::new(line)))
-            .collect();
+        let builtin = list.lines().filter_map(|line| module_name(Path::new(line))).collect();
         Ok(Self { files, builtin })
     }
 
@@ -88,22 +82,13 @@ impl Tree {
     /// [`Error::Kernel`] names those that a guest needs and the kernel lacks.
     pub(crate) fn wanted(&self, firewall: bool) -> Result<Vec<&'static str>, Error> {
         let needed = ALWAYS.iter().filter(|(_, needed)| *needed);
-        let missing: Vec<&str> = needed
-            .map(|(name, _)| *name)
-            .filter(|name| !self.has(name))
-            .collect();
+        let missing: Vec<&str> = needed.map(|(name, _)| *name).filter(|name| !self.has(name)).collect();
         if !missing.is_empty() {
-            return Err(Error::Kernel(format!(
-                "it has no module {}",
-                missing.join(", ")
-            )));
+            return Err(Error::Kernel(format!("it has no module {}", missing.join(", "))));
         }
         let names = ALWAYS.iter().map(|(name, _)| *name);
         let firewall = FIREWALL.iter().copied().filter(|_| firewall);
-        Ok(names
-            .chain(firewall)
-            .filter(|name| self.has(name))
-            .collect())
+        Ok(names.chain(firewall).filter(|name| self.has(name)).collect())
     }
 
     /// Whether the kernel has it, as a module or built in.
@@ -144,10 +129,7 @@ impl Tree {
         for name in &info.depends {
             self.visit(name, true, seen, order)?;
         }
-        order.push(Module {
-            name: name.to_owned(),
-            content,
-        });
+        order.push(Module { name: name.to_owned(), content });
         Ok(())
     }
 }
@@ -168,17 +150,9 @@ fn read(path: &Path) -> Result<Vec<u8>, Error> {
     };
     let name = format!("{} -dc {}", tool.join(" "), path.display());
     let mut command = Command::new(tool[0]);
-    command
-        .args(&tool[1..])
-        .arg("-dc")
-        .arg(path)
-        .stderr(Stdio::inherit());
+    command.args(&tool[1..]).arg("-dc").arg(path).stderr(Stdio::inherit());
     let output = command.output().context(|| format!("run `{name}`"))?;
-    if output.status.success() {
-        Ok(output.stdout)
-    } else {
-        Err(Error::Kernel(format!("`{name}` failed")))
-    }
+    if output.status.success() { Ok(output.stdout) } else { Err(Error::Kernel(format!("`{name}` failed"))) }
 }
 
 #[cfg(test)]
@@ -214,11 +188,7 @@ mod tests {
             "",
         );
         assert_eq!(
-            names(
-                &tree
-                    .resolve(&["rdma_rxe", "ib_core", "udp-tunnel"])
-                    .unwrap()
-            ),
+            names(&tree.resolve(&["rdma_rxe", "ib_core", "udp-tunnel"]).unwrap()),
             ["ib_core", "ib_uverbs", "rdma_rxe", "udp_tunnel"]
         );
     }
@@ -229,33 +199,22 @@ mod tests {
             &[("9pnet_virtio.ko", "depends=virtio,9pnet;softdep=pre: gone")],
             "kernel/virtio/virtio.ko\nkernel/9pnet.ko\n",
         );
-        assert_eq!(
-            names(&tree.resolve(&["9pnet_virtio", "virtio"]).unwrap()),
-            ["9pnet_virtio"]
-        );
+        assert_eq!(names(&tree.resolve(&["9pnet_virtio", "virtio"]).unwrap()), ["9pnet_virtio"]);
         assert!(tree.has("virtio") && tree.has("9pnet_virtio") && !tree.has("gone"));
     }
 
     #[test]
     fn a_missing_module_is_named() {
         let (_dir, tree) = tree(&[("a.ko", "depends=b")], "");
-        let Err(error) = tree.resolve(&["a"]) else {
-            panic!("resolved")
-        };
+        let Err(error) = tree.resolve(&["a"]) else { panic!("resolved") };
         assert!(error.to_string().contains("`b`"), "{error}");
         let error = tree.wanted(false).unwrap_err().to_string();
-        assert!(
-            error.contains("rdma_rxe") && !error.contains("crc32"),
-            "{error}"
-        );
+        assert!(error.contains("rdma_rxe") && !error.contains("crc32"), "{error}");
     }
 
     #[test]
     fn module_files_are_told_from_others() {
-        assert_eq!(
-            module_name(Path::new("x/crc32-pclmul.ko.zst")).as_deref(),
-            Some("crc32_pclmul")
-        );
+        assert_eq!(module_name(Path::new("x/crc32-pclmul.ko.zst")).as_deref(), Some("crc32_pclmul"));
         assert_eq!(module_name(Path::new("x/modules.order")), None);
         assert_eq!(module_name(Path::new("x/a.koala")), None);
     }

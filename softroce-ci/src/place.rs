@@ -1,4 +1,4 @@
-//! From the options to a place with a device: which way, what is missing, and then the session.
+//! From the options to a place with a device: which way, what is missing, and then the testbed.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -11,14 +11,14 @@ use crate::kernel::Kernel;
 use crate::kvm;
 use crate::progress::Progress;
 use crate::qemu::Accel;
-use crate::session::Session;
 use crate::setup::{self, Privilege};
+use crate::testbed::Testbed;
 use crate::via::{self, Local, Via};
 use crate::wire::ExecSpec;
 
 const DEFAULT_MEMORY_MIB: u64 = 4096;
 
-/// Everything is there; a session can start.
+/// Everything is there; a testbed can start.
 pub(crate) struct Ready {
     /// The way that was chosen.
     pub(crate) via: Via,
@@ -33,12 +33,7 @@ struct Vm {
 }
 
 /// Chooses the way and sets up what it needs. With everything there it does nothing, quickly and offline.
-pub(crate) fn prepare(
-    global: &Global,
-    hosts: u8,
-    extra: &[String],
-    progress: &Progress,
-) -> Result<Ready, Error> {
+pub(crate) fn prepare(global: &Global, hosts: u8, extra: &[String], progress: &Progress) -> Result<Ready, Error> {
     for dir in global.share.iter().chain(&global.writable) {
         directory(dir)?; // a wrong one is better said now than after a boot
     }
@@ -58,33 +53,14 @@ pub(crate) fn prepare(
     setup::packages(Some(arch), extra, progress)?;
     let cache = setup::cache_dir()?;
     let kernel = Kernel::obtain(&cache, arch, progress)?;
-    let accel = if global.no_kvm {
-        Accel::Tcg
-    } else {
-        kvm::choose(arch, &kernel, &cache, progress)?
-    };
-    Ok(Ready {
-        via,
-        vm: Some(Vm {
-            arch,
-            kernel,
-            accel,
-            busybox: setup::busybox()?,
-        }),
-    })
+    let accel = if global.no_kvm { Accel::Tcg } else { kvm::choose(arch, &kernel, &cache, progress)? };
+    Ok(Ready { via, vm: Some(Vm { arch, kernel, accel, busybox: setup::busybox()? }) })
 }
 
 /// `module_works` makes a device for real, and takes it away again: in a container the module may load and yet be of no
 /// use, as rxe works only in the first network namespace.
-fn choose(
-    asked: ViaArg,
-    hosts: u8,
-    module_works: impl FnOnce() -> Result<bool, Error>,
-) -> Result<Via, Error> {
-    let single = |way| Error::Via {
-        way,
-        why: "two hosts need two virtual machines: use --via vm".to_owned(),
-    };
+fn choose(asked: ViaArg, hosts: u8, module_works: impl FnOnce() -> Result<bool, Error>) -> Result<Via, Error> {
+    let single = |way| Error::Via { way, why: "two hosts need two virtual machines: use --via vm".to_owned() };
     match asked {
         ViaArg::Device if hosts > 1 => Err(single("device")),
         ViaArg::Module if hosts > 1 => Err(single("module")),
@@ -110,16 +86,12 @@ impl Ready {
         match (&self.vm, self.via) {
             (Some(vm), _) => {
                 let how = if vm.accel == Accel::Kvm { "KVM" } else { "TCG" };
-                format!(
-                    "a virtual machine with Linux {} under {how}",
-                    vm.kernel.release
-                )
+                format!("a virtual machine with Linux {} under {how}", vm.kernel.release)
             }
             (None, Via::Module) => "the kernel's rdma_rxe on a dummy link".to_owned(),
-            (None, _) => format!(
-                "the device {}",
-                Local::find().map_or(String::new(), |local| local.device().to_owned())
-            ),
+            (None, _) => {
+                format!("the device {}", Local::find().map_or(String::new(), |local| local.device().to_owned()))
+            }
         }
     }
 
@@ -130,32 +102,21 @@ impl Ready {
         hosts: u8,
         visible: &[PathBuf],
         progress: &Progress,
-    ) -> Result<Session, Error> {
+    ) -> Result<Testbed, Error> {
         let share = global.share.as_deref().map(directory).transpose()?;
         let Some(vm) = &self.vm else {
             let privilege = Privilege::find();
             via::lift_memlock(privilege);
-            let local = if self.via == Via::Module {
-                Some(Local::make(privilege)?)
-            } else {
-                Local::find()
-            };
-            let gone = || Error::Via {
-                way: "device",
-                why: "the device has just gone".to_owned(),
-            };
+            let local = if self.via == Via::Module { Some(Local::make(privilege)?) } else { Local::find() };
+            let gone = || Error::Via { way: "device", why: "the device has just gone".to_owned() };
             progress.clear();
-            return Session::here(local.ok_or_else(gone)?, share.as_deref());
+            return Testbed::here(local.ok_or_else(gone)?, share.as_deref());
         };
-        let writable = global
-            .writable
-            .iter()
-            .map(|dir| directory(dir))
-            .collect::<Result<Vec<_>, _>>()?;
+        let writable = global.writable.iter().map(|dir| directory(dir)).collect::<Result<Vec<_>, _>>()?;
         let mut visible: Vec<PathBuf> = visible.iter().filter(|dir| hidden(dir)).cloned().collect();
         visible.sort();
         visible.dedup();
-        Session::guests(&Plan {
+        Testbed::guests(&Plan {
             arch: vm.arch,
             accel: vm.accel,
             kernel: &vm.kernel,
@@ -174,54 +135,30 @@ impl Ready {
 
 /// The guest has file systems of its own at these places, which would hide the host's.
 fn hidden(dir: &Path) -> bool {
-    ["/run", "/dev", "/proc", "/sys"]
-        .iter()
-        .any(|own| dir.starts_with(own))
+    ["/run", "/dev", "/proc", "/sys"].iter().any(|own| dir.starts_with(own))
 }
 
 /// An existing directory, as an absolute path without links.
 fn directory(dir: &Path) -> Result<PathBuf, Error> {
-    let path = dir
-        .canonicalize()
-        .context(|| format!("look for the directory {}", dir.display()))?;
-    if path.is_dir() {
-        Ok(path)
-    } else {
-        Err(Error::Config(format!(
-            "{} is not a directory",
-            dir.display()
-        )))
-    }
+    let path = dir.canonicalize().context(|| format!("look for the directory {}", dir.display()))?;
+    if path.is_dir() { Ok(path) } else { Err(Error::Config(format!("{} is not a directory", dir.display()))) }
 }
 
 /// 4 GiB, or less where that is more than half of this host's memory.
 fn default_memory(hosts: u8) -> u64 {
     let info = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let line = info.lines().find_map(|line| line.strip_prefix("MemTotal:"));
-    let kib = line.and_then(|line| {
-        line.trim()
-            .trim_end_matches("kB")
-            .trim()
-            .parse::<u64>()
-            .ok()
-    });
+    let kib = line.and_then(|line| line.trim().trim_end_matches("kB").trim().parse::<u64>().ok());
     let half_mib = kib.map_or(DEFAULT_MEMORY_MIB, |kib| kib / 2 / 1024 / u64::from(hosts));
     DEFAULT_MEMORY_MIB.min(half_mib).max(512)
 }
 
 /// A command with the environment and directory of ours, as far as they mean something there.
-pub(crate) fn command(
-    session: &Session,
-    host: usize,
-    argv: Vec<OsString>,
-    global: &Global,
-) -> ExecSpec {
-    let mut env: Vec<(OsString, OsString)> = std::env::vars_os()
-        .filter(|(name, _)| passes(name))
-        .collect();
+pub(crate) fn command(testbed: &Testbed, host: usize, argv: Vec<OsString>, global: &Global) -> ExecSpec {
+    let mut env: Vec<(OsString, OsString)> = std::env::vars_os().filter(|(name, _)| passes(name)).collect();
     env.retain(|(name, _)| name != "PATH");
     env.push(("PATH".into(), setup::search_path().into()));
-    env.extend(session.environment(host));
+    env.extend(testbed.environment(host));
     for setting in &global.env {
         match setting.split_once('=') {
             Some((name, value)) => env.push((name.into(), value.into())),
@@ -229,23 +166,12 @@ pub(crate) fn command(
         }
     }
     let cwd = std::env::current_dir().map_or_else(|_| "/".into(), OsString::from);
-    ExecSpec {
-        argv,
-        env,
-        cwd,
-        ..ExecSpec::default()
-    }
+    ExecSpec { argv, env, cwd, ..ExecSpec::default() }
 }
 
 /// What `cargo run` sets for this program itself: nobody else's business.
 pub(crate) fn is_ours(name: &str) -> bool {
-    const OWN: [&str; 5] = [
-        "CARGO_PKG_",
-        "CARGO_MANIFEST_",
-        "CARGO_BIN_",
-        "CARGO_CRATE_",
-        "CARGO_PRIMARY_",
-    ];
+    const OWN: [&str; 5] = ["CARGO_PKG_", "CARGO_MANIFEST_", "CARGO_BIN_", "CARGO_CRATE_", "CARGO_PRIMARY_"];
     OWN.iter().any(|start| name.starts_with(start))
 }
 
@@ -278,21 +204,10 @@ mod tests {
 
     #[test]
     fn what_cargo_run_sets_for_us_stays_with_us() {
-        for name in [
-            "HOME",
-            "CARGO_TARGET_DIR",
-            "RUST_LOG",
-            "NEXTEST_RETRIES",
-            "LC_ALL",
-        ] {
+        for name in ["HOME", "CARGO_TARGET_DIR", "RUST_LOG", "NEXTEST_RETRIES", "LC_ALL"] {
             assert!(passes(name.as_ref()), "{name}");
         }
-        for name in [
-            "CARGO_PKG_NAME",
-            "CARGO_MANIFEST_DIR",
-            "SSH_AUTH_SOCK",
-            "AWS_SECRET_ACCESS_KEY",
-        ] {
+        for name in ["CARGO_PKG_NAME", "CARGO_MANIFEST_DIR", "SSH_AUTH_SOCK", "AWS_SECRET_ACCESS_KEY"] {
             assert!(!passes(name.as_ref()), "{name}");
         }
     }
@@ -302,12 +217,7 @@ mod tests {
         let never = || panic!("tried the module");
         assert_eq!(choose(ViaArg::Auto, 2, never).unwrap(), Via::Vm);
         for way in [ViaArg::Device, ViaArg::Module] {
-            assert!(
-                choose(way, 2, || panic!("tried the module"))
-                    .unwrap_err()
-                    .to_string()
-                    .contains("--via vm")
-            );
+            assert!(choose(way, 2, || panic!("tried the module")).unwrap_err().to_string().contains("--via vm"));
         }
     }
 

@@ -11,7 +11,7 @@ use crate::output::Plain;
 use crate::place;
 use crate::progress::Progress;
 use crate::run;
-use crate::session::Job;
+use crate::testbed::Job;
 
 /// `cargo softroce demo`.
 pub(crate) fn demo(global: &Global, args: Vec<OsString>) -> Result<ExitCode, Error> {
@@ -49,10 +49,10 @@ fn run(
     let executable = artifacts::program(what, &program, global.quiet)?;
     let mut visible = vec![workspace.root.clone(), workspace.target_dir.clone()];
     visible.extend(std::env::current_dir());
-    let mut session = ready.start(global, 1, &visible, &progress)?;
+    let mut testbed = ready.start(global, 1, &visible, &progress)?;
     let argv = std::iter::once(executable.into_os_string());
     let argv = argv.chain(program.args.iter().map(OsString::from)).chain(args).collect();
-    let spec = place::command(&session, 0, argv, global);
-    let outcomes = session.run(vec![Job { host: 0, spec }], run::timeout(global), false, &mut Plain)?;
+    let spec = place::command(&testbed, 0, argv, global);
+    let outcomes = testbed.run(vec![Job { host: 0, spec }], run::timeout(global), false, &mut Plain)?;
     run::conclude(&outcomes, global)
 }

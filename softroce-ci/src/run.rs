@@ -10,14 +10,13 @@ use crate::metadata::Workspace;
 use crate::output::{Plain, Prefixed};
 use crate::place::{self, Ready};
 use crate::progress::Progress;
-use crate::session::{Job, Outcome, Session};
 use crate::term;
+use crate::testbed::{Job, Outcome, Testbed};
 
 /// `cargo softroce setup`.
 pub(crate) fn setup(global: &Global) -> Result<ExitCode, Error> {
     let progress = Progress::new(global.quiet);
-    let packages =
-        Workspace::find_if_any()?.map_or(Vec::new(), |workspace| workspace.config.packages);
+    let packages = Workspace::find_if_any()?.map_or(Vec::new(), |workspace| workspace.config.packages);
     let ready = place::prepare(global, 1, &packages, &progress)?;
     progress.clear();
     if global.json {
@@ -35,9 +34,9 @@ pub(crate) fn run(global: &Global, args: RunArgs) -> Result<ExitCode, Error> {
     }
     let progress = Progress::new(global.quiet);
     let ready = place::prepare(global, args.hosts, &[], &progress)?;
-    let mut session = start(&ready, global, args.hosts, &progress)?;
+    let mut testbed = start(&ready, global, args.hosts, &progress)?;
     let job = |host: usize, argv: Vec<OsString>| {
-        let mut spec = place::command(&session, host, argv, global);
+        let mut spec = place::command(&testbed, host, argv, global);
         spec.stdin = host == 0;
         Job { host, spec }
     };
@@ -50,9 +49,9 @@ pub(crate) fn run(global: &Global, args: RunArgs) -> Result<ExitCode, Error> {
     let input = jobs[0].spec.stdin;
     let timeout = timeout(global);
     let outcomes = if jobs.len() == 2 {
-        session.run(jobs, timeout, input, &mut Prefixed::new(Plain))?
+        testbed.run(jobs, timeout, input, &mut Prefixed::new(Plain))?
     } else {
-        session.run(jobs, timeout, input, &mut Plain)?
+        testbed.run(jobs, timeout, input, &mut Plain)?
     };
     conclude(&outcomes, global)
 }
@@ -61,20 +60,20 @@ pub(crate) fn run(global: &Global, args: RunArgs) -> Result<ExitCode, Error> {
 pub(crate) fn shell(global: &Global, command: Vec<OsString>) -> Result<ExitCode, Error> {
     let progress = Progress::new(global.quiet);
     let ready = place::prepare(global, 1, &[], &progress)?;
-    let mut session = start(&ready, global, 1, &progress)?;
+    let mut testbed = start(&ready, global, 1, &progress)?;
     let shell = std::env::var_os("SHELL").filter(|shell| !shell.is_empty()).unwrap_or_else(|| "/bin/sh".into());
     let argv = if command.is_empty() { vec![shell] } else { command };
-    let mut spec = place::command(&session, 0, argv, global);
+    let mut spec = place::command(&testbed, 0, argv, global);
     spec.pty = Some(term::size());
-    progress.note(&format!("a shell with {}; its end ends everything", session.device));
+    progress.note(&format!("a shell with {}; its end ends everything", testbed.device));
     let raw = term::Raw::enter();
-    let outcomes = session.run(vec![Job { host: 0, spec }], None, true, &mut Plain);
+    let outcomes = testbed.run(vec![Job { host: 0, spec }], None, true, &mut Plain);
     drop(raw);
     conclude(&outcomes?, global)
 }
 
-/// Starts a session in which the current directory is visible.
-pub(crate) fn start(ready: &Ready, global: &Global, hosts: u8, progress: &Progress) -> Result<Session, Error> {
+/// Starts a testbed in which the current directory is visible.
+pub(crate) fn start(ready: &Ready, global: &Global, hosts: u8, progress: &Progress) -> Result<Testbed, Error> {
     let visible: Vec<_> = std::env::current_dir().into_iter().collect();
     ready.start(global, hosts, &visible, progress)
 }
@@ -86,6 +85,9 @@ pub(crate) fn timeout(global: &Global) -> Option<Duration> {
 
 /// The first status that is not zero; a command that we killed is an error of ours.
 pub(crate) fn conclude(outcomes: &[Outcome], global: &Global) -> Result<ExitCode, Error> {
+    if outcomes.contains(&Outcome::Abandoned) && !global.quiet {
+        eprintln!("softroce: one host's command had failed, so the other one was ended 10 s later");
+    }
     for outcome in outcomes {
         match outcome {
             Outcome::TimedOut => return Err(Error::Timeout(global.timeout)),

@@ -23,25 +23,12 @@ const BUILD: [Need; 4] = [
         why: "builds rdma-core's headers for the `ibverbs` crate",
         there: || which("cmake").is_some(),
     },
-    Need {
-        package: "libclang-dev",
-        why: "bindgen reads the verbs headers with it",
-        there: libclang,
-    },
-    Need {
-        package: "pkg-config",
-        why: "finds libraries",
-        there: || which("pkg-config").is_some(),
-    },
+    Need { package: "libclang-dev", why: "bindgen reads the verbs headers with it", there: libclang },
+    Need { package: "pkg-config", why: "finds libraries", there: || which("pkg-config").is_some() },
     Need {
         package: "libibverbs-dev",
         why: "the verbs library and its headers",
-        there: || {
-            exists(&[
-                "/usr/include/infiniband/verbs.h",
-                "/usr/local/include/infiniband/verbs.h",
-            ])
-        },
+        there: || exists(&["/usr/include/infiniband/verbs.h", "/usr/local/include/infiniband/verbs.h"]),
     },
 ];
 /// For running them on Soft-RoCE.
@@ -56,19 +43,11 @@ const RUN: [Need; 3] = [
         why: "device rules and services of the RDMA stack",
         there: || exists(&["/usr/sbin/rdma-ndd", "/usr/libexec/rdma-init-kernel"]),
     },
-    Need {
-        package: "iproute2",
-        why: "`ip` and `rdma` make the device",
-        there: || which("rdma").is_some(),
-    },
+    Need { package: "iproute2", why: "`ip` and `rdma` make the device", there: || which("rdma").is_some() },
 ];
 /// For the VM, besides QEMU.
 const VM: [Need; 3] = [
-    Need {
-        package: "busybox-static",
-        why: "the guest's first steps",
-        there: || busybox().is_ok(),
-    },
+    Need { package: "busybox-static", why: "the guest's first steps", there: || busybox().is_ok() },
     Need {
         package: "zstd",
         why: "unpacks Ubuntu's kernel modules",
@@ -99,31 +78,15 @@ impl Privilege {
             return Self::Root;
         }
         let mut sudo = Command::new("sudo");
-        sudo.args(["-n", "true"])
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(Stdio::null());
-        if sudo.status().is_ok_and(|status| status.success()) {
-            Self::Sudo
-        } else {
-            Self::None
-        }
+        sudo.args(["-n", "true"]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        if sudo.status().is_ok_and(|status| status.success()) { Self::Sudo } else { Self::None }
     }
 
     /// A command that runs as root, as far as possible.
     pub(crate) fn command(self, program: &str) -> Command {
-        let mut command = if self == Self::Sudo {
-            Command::new("sudo")
-        } else {
-            Command::new(program)
-        };
+        let mut command = if self == Self::Sudo { Command::new("sudo") } else { Command::new(program) };
         if self == Self::Sudo {
-            command.args([
-                "-n",
-                "env",
-                "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-                program,
-            ]);
+            command.args(["-n", "env", "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", program]);
         } else {
             command.env("PATH", search_path());
         }
@@ -134,11 +97,7 @@ impl Privilege {
 /// Our search path with the directories of system tools, which users often lack.
 pub(crate) fn search_path() -> String {
     let path = std::env::var("PATH").unwrap_or_default();
-    let mut path = if path.is_empty() {
-        "/usr/local/bin:/usr/bin:/bin".to_owned()
-    } else {
-        path
-    };
+    let mut path = if path.is_empty() { "/usr/local/bin:/usr/bin:/bin".to_owned() } else { path };
     for dir in ["/usr/local/sbin", "/usr/sbin", "/sbin"] {
         if !path.split(':').any(|there| there == dir) {
             path = format!("{path}:{dir}");
@@ -149,17 +108,9 @@ pub(crate) fn search_path() -> String {
 
 /// `$XDG_CACHE_HOME/softroce`, else `~/.cache/softroce`.
 pub(crate) fn cache_dir() -> Result<PathBuf, Error> {
-    let set = |name: &str| {
-        std::env::var_os(name)
-            .filter(|value| !value.is_empty())
-            .map(PathBuf::from)
-    };
-    let base = set("XDG_CACHE_HOME")
-        .filter(|path| path.is_absolute())
-        .or_else(|| Some(set("HOME")?.join(".cache")));
-    let base = base.ok_or_else(|| {
-        Error::Config("set XDG_CACHE_HOME or HOME: the kernel is kept there".to_owned())
-    })?;
+    let set = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let base = set("XDG_CACHE_HOME").filter(|path| path.is_absolute()).or_else(|| Some(set("HOME")?.join(".cache")));
+    let base = base.ok_or_else(|| Error::Config("set XDG_CACHE_HOME or HOME: the kernel is kept there".to_owned()))?;
     Ok(base.join("softroce"))
 }
 
@@ -167,40 +118,25 @@ pub(crate) fn cache_dir() -> Result<PathBuf, Error> {
 pub(crate) fn busybox() -> Result<PathBuf, Error> {
     // Of Debian's two packages only busybox-static needs no libraries; the other one would not start in the guest.
     let path = which("busybox").filter(|path| std::fs::read(path).is_ok_and(|elf| is_static(&elf)));
-    path.ok_or_else(|| {
-        Error::Config("no static busybox; install the package busybox-static".to_owned())
-    })
+    path.ok_or_else(|| Error::Config("no static busybox; install the package busybox-static".to_owned()))
 }
 
 /// An ELF program without an interpreter (`PT_INTERP`) needs no libraries.
 fn is_static(elf: &[u8]) -> bool {
     const HEAD_BYTES: usize = 4096;
     let head = &elf[..elf.len().min(HEAD_BYTES)];
-    head.starts_with(b"\x7fELF")
-        && !head
-            .windows(8)
-            .any(|window| window == b"/ld-linu" || window == b"/ld-musl")
+    head.starts_with(b"\x7fELF") && !head.windows(8).any(|window| window == b"/ld-linu" || window == b"/ld-musl")
 }
 
 /// Sets up what is missing: packages for building and running, and with `vm` for the VM.
-pub(crate) fn packages(
-    vm: Option<Arch>,
-    extra: &[String],
-    progress: &Progress,
-) -> Result<(), Error> {
+pub(crate) fn packages(vm: Option<Arch>, extra: &[String], progress: &Progress) -> Result<(), Error> {
     let mut missing: Vec<(String, String)> = Vec::new();
-    let needs = BUILD
-        .iter()
-        .chain(&RUN)
-        .chain(if vm.is_some() { &VM[..] } else { &[] });
+    let needs = BUILD.iter().chain(&RUN).chain(if vm.is_some() { &VM[..] } else { &[] });
     for need in needs.filter(|need| !(need.there)()) {
         missing.push((need.package.to_owned(), need.why.to_owned()));
     }
     if let Some(arch) = vm.filter(|arch| which(arch.qemu).is_none()) {
-        missing.push((
-            arch.qemu_package.to_owned(),
-            "boots the guest that has the device".to_owned(),
-        ));
+        missing.push((arch.qemu_package.to_owned(), "boots the guest that has the device".to_owned()));
     }
     for package in extra.iter().filter(|package| !installed(package)) {
         missing.push((package.clone(), "the workspace asks for it".to_owned()));
@@ -212,34 +148,16 @@ pub(crate) fn packages(
 }
 
 fn install(missing: &[(String, String)], progress: &Progress) -> Result<(), Error> {
-    let width = missing
-        .iter()
-        .map(|(package, _)| package.len())
-        .max()
-        .unwrap_or(0);
-    let lines: Vec<String> = missing
-        .iter()
-        .map(|(package, why)| format!("  {package:width$}  {why}"))
-        .collect();
+    let width = missing.iter().map(|(package, _)| package.len()).max().unwrap_or(0);
+    let lines: Vec<String> = missing.iter().map(|(package, why)| format!("  {package:width$}  {why}")).collect();
     if which("apt-get").is_none() {
-        return Err(Error::NotDebian {
-            missing: lines.join("\n"),
-        });
+        return Err(Error::NotDebian { missing: lines.join("\n") });
     }
-    let packages: Vec<&str> = missing
-        .iter()
-        .map(|(package, _)| package.as_str())
-        .collect();
-    let line = format!(
-        "apt-get install -y --no-install-recommends {}",
-        packages.join(" ")
-    );
+    let packages: Vec<&str> = missing.iter().map(|(package, _)| package.as_str()).collect();
+    let line = format!("apt-get install -y --no-install-recommends {}", packages.join(" "));
     let privilege = Privilege::find();
     if privilege == Privilege::None {
-        return Err(Error::NeedsRoot {
-            missing: lines.join("\n"),
-            command: format!("sudo {line}"),
-        });
+        return Err(Error::NeedsRoot { missing: lines.join("\n"), command: format!("sudo {line}") });
     }
     progress.note("installing:");
     for line in &lines {
@@ -262,14 +180,10 @@ fn install(missing: &[(String, String)], progress: &Progress) -> Result<(), Erro
 
 /// Whether apt knows a version of it that it could install.
 pub(crate) fn known(package: &str) -> bool {
-    let output = Command::new("apt-cache")
-        .args(["policy", package])
-        .env("LC_ALL", "C")
-        .output();
+    let output = Command::new("apt-cache").args(["policy", package]).env("LC_ALL", "C").output();
     output.is_ok_and(|output| {
         let said = String::from_utf8_lossy(&output.stdout);
-        said.lines()
-            .any(|line| line.trim().starts_with("Candidate:") && !line.contains("(none)"))
+        said.lines().any(|line| line.trim().starts_with("Candidate:") && !line.contains("(none)"))
     })
 }
 
@@ -278,38 +192,20 @@ pub(crate) fn apt(privilege: Privilege, args: &[&str], progress: &Progress) -> R
     let name = format!("apt-get {}", args.join(" "));
     progress.step(&name);
     let mut command = privilege.command("env");
-    command
-        .args([
-            "DEBIAN_FRONTEND=noninteractive",
-            "apt-get",
-            "-q",
-            "-o",
-            "DPkg::Lock::Timeout=120",
-        ])
-        .args(args);
-    let output = command
-        .stdin(Stdio::null())
-        .output()
-        .context(|| format!("run {name}"))?;
+    command.args(["DEBIAN_FRONTEND=noninteractive", "apt-get", "-q", "-o", "DPkg::Lock::Timeout=120"]).args(args);
+    let output = command.stdin(Stdio::null()).output().context(|| format!("run {name}"))?;
     signals::check()?;
     if output.status.success() {
         return Ok(());
     }
     progress.clear();
     let mut err = std::io::stderr().lock();
-    let _closed = err
-        .write_all(&output.stdout)
-        .and_then(|()| err.write_all(&output.stderr));
-    Err(Error::Install {
-        command: name,
-        status: output.status.to_string(),
-    })
+    let _closed = err.write_all(&output.stdout).and_then(|()| err.write_all(&output.stderr));
+    Err(Error::Install { command: name, status: output.status.to_string() })
 }
 
 fn installed(package: &str) -> bool {
-    let output = Command::new("dpkg-query")
-        .args(["-W", "-f", "${db:Status-Status}", package])
-        .output();
+    let output = Command::new("dpkg-query").args(["-W", "-f", "${db:Status-Status}", package]).output();
     output.is_ok_and(|output| output.stdout == b"installed")
 }
 
@@ -317,13 +213,9 @@ fn installed(package: &str) -> bool {
 pub(crate) fn which(program: &str) -> Option<PathBuf> {
     use std::os::unix::fs::PermissionsExt as _;
     let executable = |path: &PathBuf| {
-        std::fs::metadata(path)
-            .is_ok_and(|meta| meta.is_file() && meta.permissions().mode() & 0o111 != 0)
+        std::fs::metadata(path).is_ok_and(|meta| meta.is_file() && meta.permissions().mode() & 0o111 != 0)
     };
-    search_path()
-        .split(':')
-        .map(|dir| Path::new(dir).join(program))
-        .find(executable)
+    search_path().split(':').map(|dir| Path::new(dir).join(program)).find(executable)
 }
 
 fn exists(paths: &[&str]) -> bool {
@@ -335,23 +227,16 @@ fn library(start: &str) -> bool {
     let (dir, file) = start.rsplit_once('/').unwrap_or(("", start));
     library_dirs().iter().any(|lib| {
         let entries = std::fs::read_dir(lib.join(dir));
-        entries.is_ok_and(|entries| {
-            entries
-                .flatten()
-                .any(|entry| entry.file_name().to_string_lossy().starts_with(file))
-        })
+        entries
+            .is_ok_and(|entries| entries.flatten().any(|entry| entry.file_name().to_string_lossy().starts_with(file)))
     })
 }
 
 fn library_dirs() -> Vec<PathBuf> {
     let triplet = format!("/usr/lib/{}-linux-gnu", std::env::consts::ARCH);
-    let mut dirs: Vec<PathBuf> = [&*triplet, "/usr/lib64", "/usr/lib", "/usr/local/lib"]
-        .map(PathBuf::from)
-        .into();
+    let mut dirs: Vec<PathBuf> = [&*triplet, "/usr/lib64", "/usr/lib", "/usr/local/lib"].map(PathBuf::from).into();
     if let Ok(entries) = std::fs::read_dir("/usr/lib") {
-        let llvm = entries
-            .flatten()
-            .filter(|entry| entry.file_name().to_string_lossy().starts_with("llvm"));
+        let llvm = entries.flatten().filter(|entry| entry.file_name().to_string_lossy().starts_with("llvm"));
         dirs.extend(llvm.map(|entry| entry.path().join("lib")));
     }
     dirs

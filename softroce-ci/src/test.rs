@@ -15,8 +15,8 @@ use crate::place::{self, Ready};
 use crate::progress::Progress;
 use crate::report::{Counting, Counts, Report, Row};
 use crate::run;
-use crate::session::{Job, Outcome, Session};
 use crate::setup;
+use crate::testbed::{Job, Outcome, Testbed};
 use crate::wire::ExecSpec;
 
 /// After this many guests that crashed or hung, the rest is given up.
@@ -46,20 +46,9 @@ pub(crate) fn test(global: &Global, args: &TestArgs) -> Result<ExitCode, Error> 
     progress.clear();
     progress.note("building the tests");
     let binaries = artifacts::tests(&workspace, args.release, global.quiet)?;
-    let output: Box<dyn Output> = if global.json {
-        Box::new(AllToStderr)
-    } else {
-        Box::new(Plain)
-    };
+    let output: Box<dyn Output> = if global.json { Box::new(AllToStderr) } else { Box::new(Plain) };
     let report = Report::default();
-    let mut run = Run {
-        global,
-        args,
-        workspace: &workspace,
-        progress: &progress,
-        output,
-        report,
-    };
+    let mut run = Run { global, args, workspace: &workspace, progress: &progress, output, report };
     // What ran is reported even when the rest cannot.
     let result = run.all(&binaries, ready.as_ref());
     if let Some(filter) = args.filter.as_ref().filter(|_| !run.report.ran_any()) {
@@ -72,11 +61,7 @@ pub(crate) fn test(global: &Global, args: &TestArgs) -> Result<ExitCode, Error> 
         print!("\n{}", run.report.table());
     }
     result?;
-    Ok(if run.report.ok() {
-        ExitCode::SUCCESS
-    } else {
-        ExitCode::FAILURE
-    })
+    Ok(if run.report.ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 fn no_device_tests(workspace: &Workspace) -> String {
@@ -84,9 +69,7 @@ fn no_device_tests(workspace: &Workspace) -> String {
     if config.device_tests.is_empty() && config.two_host_tests.is_empty() {
         return "no device tests: [workspace.metadata.softroce] has no device-tests or two-host-tests".to_owned();
     }
-    let patterns = [&config.device_tests[..], &config.two_host_tests]
-        .concat()
-        .join(", ");
+    let patterns = [&config.device_tests[..], &config.two_host_tests].concat().join(", ");
     format!("no device tests: no test target matches {patterns}")
 }
 
@@ -129,26 +112,19 @@ impl Run<'_> {
     }
 
     fn host(&mut self, binaries: &[&Binary]) -> Result<(), Error> {
-        let mut session = Session::bare()?;
+        let mut testbed = Testbed::bare()?;
         for binary in binaries {
             let mut env = environment();
             env.extend(test_env(binary));
             let argv = self.argv(binary.executable.clone().into());
-            let spec = ExecSpec {
-                argv,
-                env,
-                cwd: binary.dir.clone().into(),
-                sweep: true,
-                ..ExecSpec::default()
-            };
-            self.one(&mut session, &binary.name, Where::Host, spec)?;
+            let spec = ExecSpec { argv, env, cwd: binary.dir.clone().into(), sweep: true, ..ExecSpec::default() };
+            self.one(&mut testbed, &binary.name, Where::Host, spec)?;
         }
         if !self.workspace.packages.iter().any(Package::doctests) {
             return Ok(());
         }
         let cargo = cargo().get_program().to_owned();
-        let mut argv: Vec<OsString> =
-            vec![cargo, "test".into(), "--workspace".into(), "--doc".into()];
+        let mut argv: Vec<OsString> = vec![cargo, "test".into(), "--workspace".into(), "--doc".into()];
         if !self.workspace.config.features.is_empty() {
             argv.push("--features".into());
             argv.push(self.workspace.config.features.join(",").into());
@@ -161,23 +137,17 @@ impl Run<'_> {
         let mut env = environment();
         env.push(("RUST_BACKTRACE".into(), "1".into()));
         let cwd = self.workspace.root.clone().into();
-        let spec = ExecSpec {
-            argv,
-            env,
-            cwd,
-            sweep: true,
-            ..ExecSpec::default()
-        };
-        self.one(&mut session, "documentation", Where::Host, spec)
+        let spec = ExecSpec { argv, env, cwd, sweep: true, ..ExecSpec::default() };
+        self.one(&mut testbed, "documentation", Where::Host, spec)
     }
 
     fn device(&mut self, ready: &Ready, hosts: u8, binaries: &[&Binary]) -> Result<(), Error> {
-        let mut session = None;
+        let mut testbed = None;
         let mut lost = 0;
         for (index, binary) in binaries.iter().enumerate() {
-            let there = session.take().map_or_else(|| self.start(ready, hosts), Ok);
+            let there = testbed.take().map_or_else(|| self.start(ready, hosts), Ok);
             let mut there = match there {
-                Ok(session) => session,
+                Ok(testbed) => testbed,
                 Err(error) => {
                     for binary in &binaries[index..] {
                         self.cannot_run(binary, "no device");
@@ -191,10 +161,8 @@ impl Run<'_> {
             spec.cwd = binary.dir.clone().into();
             spec.sweep = true;
             match self.one(&mut there, &binary.name, binary.place, spec) {
-                Ok(()) => session = Some(there),
-                Err(error @ (Error::Crashed { .. } | Error::Hung { .. } | Error::Qemu { .. }))
-                    if lost < LOST_MAX =>
-                {
+                Ok(()) => testbed = Some(there),
+                Err(error @ (Error::Crashed { .. } | Error::Hung { .. } | Error::Qemu { .. })) if lost < LOST_MAX => {
                     eprintln!("cargo softroce: {error}");
                     lost += 1; // its row is there; the others get a new guest
                 }
@@ -209,83 +177,42 @@ impl Run<'_> {
         Ok(())
     }
 
-    fn start(&mut self, ready: &Ready, hosts: u8) -> Result<Session, Error> {
-        let mut visible: Vec<PathBuf> = vec![
-            self.workspace.root.clone(),
-            self.workspace.target_dir.clone(),
-        ];
+    fn start(&mut self, ready: &Ready, hosts: u8) -> Result<Testbed, Error> {
+        let mut visible: Vec<PathBuf> = vec![self.workspace.root.clone(), self.workspace.target_dir.clone()];
         visible.extend(std::env::current_dir());
-        let session = ready.start(self.global, hosts, &visible, self.progress)?;
-        self.report.device = format!("{} ({})", session.device, ready.describe());
-        Ok(session)
+        let testbed = ready.start(self.global, hosts, &visible, self.progress)?;
+        self.report.device = format!("{} ({})", testbed.device, ready.describe());
+        Ok(testbed)
     }
 
     fn argv(&self, first: OsString) -> Vec<OsString> {
         let filter = self.args.filter.iter().map(OsString::from);
-        std::iter::once(first)
-            .chain(filter)
-            .chain(self.args.args.iter().cloned())
-            .collect()
+        std::iter::once(first).chain(filter).chain(self.args.args.iter().cloned()).collect()
     }
 
     /// Runs one binary and adds its row, whatever happens to it.
-    fn one(
-        &mut self,
-        session: &mut Session,
-        name: &str,
-        place: Where,
-        spec: ExecSpec,
-    ) -> Result<(), Error> {
+    fn one(&mut self, testbed: &mut Testbed, name: &str, place: Where, spec: ExecSpec) -> Result<(), Error> {
         self.progress.clear();
-        self.progress
-            .note(&format!("running {name} ({})", place.name()));
+        self.progress.note(&format!("running {name} ({})", place.name()));
         let start = Instant::now();
         let mut counting = Counting::new(&mut *self.output);
-        let result = session.run(
-            vec![Job { host: 0, spec }],
-            run::timeout(self.global),
-            false,
-            &mut counting,
-        );
+        let result = testbed.run(vec![Job { host: 0, spec }], run::timeout(self.global), false, &mut counting);
         let counts = counting.into_counts();
-        let log = if result.is_ok() {
-            session.take_kernel_log()
-        } else {
-            Ok(Vec::new())
-        };
+        let log = if result.is_ok() { testbed.take_kernel_log() } else { Ok(Vec::new()) };
         let (log, error) = match (log, result) {
             (Ok(log), Ok(outcomes)) => (log, Ok(outcomes)),
             (Err(error), _) | (Ok(_), Err(error)) => (Vec::new(), Err(error)),
         };
         let problem = problem(&error, &counts, &log, self.global.timeout);
-        let worth = if self.global.verbose {
-            Severity::Noise
-        } else {
-            Severity::Warning
-        };
-        let kernel = log
-            .into_iter()
-            .filter(|line| severity(line) >= worth)
-            .collect();
-        let row = Row {
-            name: name.to_owned(),
-            place,
-            problem,
-            counts,
-            time: start.elapsed(),
-            kernel,
-        };
+        let worth = if self.global.verbose { Severity::Noise } else { Severity::Warning };
+        let kernel = log.into_iter().filter(|line| severity(line) >= worth).collect();
+        let row = Row { name: name.to_owned(), place, problem, counts, time: start.elapsed(), kernel };
         self.report.rows.push(row);
         error.map(|_| ())
     }
 }
 
-fn problem(
-    result: &Result<Vec<Outcome>, Error>,
-    counts: &Counts,
-    log: &[String],
-    timeout: u64,
-) -> String {
+fn problem(result: &Result<Vec<Outcome>, Error>, counts: &Counts, log: &[String], timeout: u64) -> String {
     let bug = log.iter().find(|line| severity(line) == Severity::Bug);
     match (result, bug) {
         (Err(Error::Crashed { .. }), _) => "the kernel crashed".to_owned(),
@@ -308,16 +235,12 @@ fn problem(
 /// Ours, without what is for this program alone.
 fn environment() -> Vec<(OsString, OsString)> {
     let env = std::env::vars_os();
-    env.filter(|(name, _)| !name.to_str().is_some_and(place::is_ours))
-        .collect()
+    env.filter(|(name, _)| !name.to_str().is_some_and(place::is_ours)).collect()
 }
 
 fn test_env(binary: &Binary) -> Vec<(OsString, OsString)> {
     let mut env = binary.env.clone();
-    env.push((
-        "RUST_BACKTRACE".into(),
-        std::env::var_os("RUST_BACKTRACE").unwrap_or_else(|| "1".into()),
-    ));
+    env.push(("RUST_BACKTRACE".into(), std::env::var_os("RUST_BACKTRACE").unwrap_or_else(|| "1".into())));
     env
 }
 
@@ -330,31 +253,13 @@ mod tests {
         let ok = |outcome| Ok(vec![outcome]);
         let counts = Counts::default();
         assert_eq!(problem(&ok(Outcome::Exited(0)), &counts, &[], 9), "");
-        assert_eq!(
-            problem(&ok(Outcome::Exited(139)), &counts, &[], 9),
-            "died of signal 11"
-        );
-        assert_eq!(
-            problem(&ok(Outcome::TimedOut), &counts, &[], 9),
-            "killed after 9 s"
-        );
+        assert_eq!(problem(&ok(Outcome::Exited(139)), &counts, &[], 9), "died of signal 11");
+        assert_eq!(problem(&ok(Outcome::TimedOut), &counts, &[], 9), "killed after 9 s");
         let bug = ["BUG: KASAN: use-after-free".to_owned()];
-        assert_eq!(
-            problem(&ok(Outcome::Exited(0)), &counts, &bug, 9),
-            "a bug in the kernel"
-        );
-        let failed = Counts {
-            failed: 1,
-            ..Counts::default()
-        };
-        assert_eq!(
-            problem(&ok(Outcome::Exited(101)), &failed, &[], 9),
-            "tests failed"
-        );
-        let crashed = Err(Error::Crashed {
-            host: String::new(),
-            console: String::new(),
-        });
+        assert_eq!(problem(&ok(Outcome::Exited(0)), &counts, &bug, 9), "a bug in the kernel");
+        let failed = Counts { failed: 1, ..Counts::default() };
+        assert_eq!(problem(&ok(Outcome::Exited(101)), &failed, &[], 9), "tests failed");
+        let crashed = Err(Error::Crashed { host: String::new(), console: String::new() });
         assert_eq!(problem(&crashed, &counts, &[], 9), "the kernel crashed");
     }
 }

@@ -30,15 +30,9 @@ fn errors_of_our_own_end_with_125_and_say_what_to_do() {
     for (args, words) in [
         (&["run"][..], "<COMMAND>"),
         (&["run", "--hosts", "3", "--", "true"], "1..=2"),
-        (
-            &["run", "--hosts", "2", "--via", "device", "--", "true"],
-            "--via vm",
-        ),
+        (&["run", "--hosts", "2", "--via", "device", "--", "true"], "--via vm"),
         (&["run", "--peer", "true", "--", "true"], "--hosts 2"),
-        (
-            &["run", "--share", "/no/such/dir", "--", "true"],
-            "/no/such/dir",
-        ),
+        (&["run", "--share", "/no/such/dir", "--", "true"], "/no/such/dir"),
         (&["frobnicate"], "frobnicate"),
     ] {
         let output = softroce(Path::new("/"), args);
@@ -57,11 +51,7 @@ fn a_workspace_without_a_demo_is_told_how_to_name_one() {
     std::fs::write(dir.path().join("Cargo.toml"), manifest).unwrap();
     let output = softroce(dir.path(), &["demo"]);
     assert_eq!(output.status.code(), Some(125));
-    assert!(
-        said(&output).contains("[workspace.metadata.softroce]"),
-        "{}",
-        said(&output)
-    );
+    assert!(said(&output).contains("[workspace.metadata.softroce]"), "{}", said(&output));
 }
 
 #[test]
@@ -69,8 +59,7 @@ fn a_misspelt_setting_is_named() {
     let dir = tempfile::tempdir().unwrap();
     std::fs::create_dir(dir.path().join("src")).unwrap();
     std::fs::write(dir.path().join("src/lib.rs"), "").unwrap();
-    let manifest =
-        "[package]\nname = \"x\"\nedition = \"2021\"\n[workspace.metadata.softroce]\nprobes = 1\n";
+    let manifest = "[package]\nname = \"x\"\nedition = \"2021\"\n[workspace.metadata.softroce]\nprobes = 1\n";
     std::fs::write(dir.path().join("Cargo.toml"), manifest).unwrap();
     let output = softroce(dir.path(), &["probe"]);
     assert_eq!(output.status.code(), Some(125));

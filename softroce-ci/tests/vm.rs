@@ -6,9 +6,7 @@ use std::time::{Duration, Instant};
 
 fn command(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_cargo-softroce"));
-    command
-        .args(["softroce", "--quiet", "--via", "vm"])
-        .args(args);
+    command.args(["softroce", "--quiet", "--via", "vm"]).args(args);
     command
 }
 
@@ -23,15 +21,10 @@ fn text(bytes: &[u8]) -> String {
 /// Process numbers of the QEMUs that `child` started.
 fn qemus_of(child: &Child) -> Vec<String> {
     let parent = child.id().to_string();
-    let list = Command::new("ps")
-        .args(["-o", "pid=,args=", "--ppid", &parent])
-        .output()
-        .unwrap();
+    let list = Command::new("ps").args(["-o", "pid=,args=", "--ppid", &parent]).output().unwrap();
     let list = text(&list.stdout);
     let qemus = list.lines().filter(|line| line.contains("qemu-system"));
-    qemus
-        .filter_map(|line| Some(line.split_whitespace().next()?.to_owned()))
-        .collect()
+    qemus.filter_map(|line| Some(line.split_whitespace().next()?.to_owned())).collect()
 }
 
 #[test]
@@ -47,40 +40,18 @@ fn output_status_words_and_input_come_through_and_the_device_is_there() {
     let here = std::env::current_dir().unwrap();
     let mut child = command(&["--share", share.path().to_str().unwrap()])
         .args(["--env", &format!("WANTED={}", here.display())])
-        .args([
-            "run",
-            "--",
-            "sh",
-            "-c",
-            script,
-            "sh",
-            "a b",
-            "\"q\" 'q'",
-            "",
-            "ä\n*",
-        ])
+        .args(["run", "--", "sh", "-c", script, "sh", "a b", "\"q\" 'q'", "", "ä\n*"])
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    child
-        .stdin
-        .take()
-        .unwrap()
-        .write_all(b"from the host: ")
-        .unwrap();
+    child.stdin.take().unwrap().write_all(b"from the host: ").unwrap();
     let output = child.wait_with_output().unwrap();
-    assert_eq!(
-        text(&output.stdout),
-        "from the host: <a b><\"q\" 'q'><><ä\n*>"
-    );
+    assert_eq!(text(&output.stdout), "from the host: <a b><\"q\" 'q'><><ä\n*>");
     assert_eq!(text(&output.stderr), "oops\n");
     assert_eq!(output.status.code(), Some(3));
-    assert_eq!(
-        std::fs::read_to_string(share.path().join("out")).unwrap(),
-        "brought\n"
-    );
+    assert_eq!(std::fs::read_to_string(share.path().join("out")).unwrap(), "brought\n");
 }
 
 #[test]
@@ -96,10 +67,7 @@ fn a_kernel_crash_is_an_error_with_the_last_words() {
     let output = run(&["run", "--", "sh", "-c", "echo c >/proc/sysrq-trigger"]);
     assert_eq!(output.status.code(), Some(125));
     let said = text(&output.stderr);
-    assert!(
-        said.contains("the kernel of the guest crashed") && said.contains("sysrq"),
-        "{said}"
-    );
+    assert!(said.contains("the kernel of the guest crashed") && said.contains("sysrq"), "{said}");
 }
 
 #[test]
@@ -123,17 +91,11 @@ fn an_interrupt_leaves_nothing_running() {
     let qemus = qemus_of(&child);
     assert_eq!(qemus.len(), 1);
     let start = Instant::now();
-    let status = Command::new("kill")
-        .args(["-INT", &child.id().to_string()])
-        .status()
-        .unwrap();
+    let status = Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
     assert!(status.success());
     assert_eq!(child.wait().unwrap().code(), Some(130));
     assert!(start.elapsed() < Duration::from_secs(5));
-    assert!(
-        !std::path::Path::new("/proc").join(&qemus[0]).exists(),
-        "QEMU outlived us"
-    );
+    assert!(!std::path::Path::new("/proc").join(&qemus[0]).exists(), "QEMU outlived us");
 }
 
 #[test]
@@ -150,12 +112,7 @@ fn two_hosts_reach_each_other_and_lines_name_their_host() {
     let output = run(&["run", "--hosts", "2", "--", "sh", "-c", script]);
     let said = text(&output.stdout);
     assert!(output.status.success(), "{said}{}", text(&output.stderr));
-    for line in [
-        "[1] host 1 at 10.99.1.1",
-        "[2] host 2 at 10.99.1.2",
-        "[1] softroce2",
-        "[1] peer said 5",
-    ] {
+    for line in ["[1] host 1 at 10.99.1.1", "[2] host 2 at 10.99.1.2", "[1] softroce2", "[1] peer said 5"] {
         assert!(said.lines().any(|said| said == line), "{line}\n{said}");
     }
 }

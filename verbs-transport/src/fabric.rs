@@ -395,6 +395,17 @@ pub struct FabricError {
     pub source: io::Error,
 }
 
+impl FabricError {
+    /// The same error once more: it goes to the caller and to every connection that it ends.
+    pub(crate) fn again(&self) -> Self {
+        let source = match self.source.raw_os_error() {
+            Some(code) => io::Error::from_raw_os_error(code),
+            None => io::Error::new(self.source.kind(), self.source.to_string()),
+        };
+        Self { what: self.what, source }
+    }
+}
+
 /// One opened port with its CQ, SRQ and slabs. See the module's text.
 pub trait Fabric: Send + Sync + Sized + 'static {
     /// Its RC QPs.

@@ -13,6 +13,7 @@
 //! | send, and hear of failures | [`Worker::send`], [`MessageType`], [`SendOutcome`], [`SendErrorHandler`], [`SendError`] |
 //! | receive | [`Inbound`] and its [`Stream`]s of [`Received`], or a [`Handler`] |
 //! | see what goes on | [`Worker::describe`], [`Worker::stats`] |
+//! | carry several transports side by side | [`Transport`], the object-safe face of a worker |
 //! | keep strangers out | [`Secret`] in [`Config::bootstrap`] |
 //! | test without a device | [`sim`] |
 //!
@@ -82,6 +83,7 @@ pub mod fabric;
 pub mod proto;
 pub mod select;
 pub mod sim;
+mod transport;
 pub mod verbs;
 mod worker;
 
@@ -89,6 +91,7 @@ pub use proto::{
     frame::MessageType,
     link::{LinkCounts, LinkLimits, SendErrorHandler},
 };
+pub use transport::{BoxFuture, Transport};
 pub use verbs_bootstrap::{Gid, GidType, InstanceId, Mtu, PortIdentity, Secret, TcpConfig, TcpNet, WorkerAddress};
 pub use worker::{
     Admission, AdmissionError, AdmissionState, Borrowed, Config, ConfigError, ConnectError, EpochEnd, FlowStats,

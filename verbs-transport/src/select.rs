@@ -4,7 +4,8 @@
 //! is tested without a device. The rules, each deciding only where those before it leave a tie:
 //!
 //! 1. What the configuration names is taken, or the choice fails.
-//! 2. A port that is ACTIVE; then one on the NUMA node that we run on; then the first.
+//! 2. A port that is ACTIVE; then one with a GID in the peer hint's subnet; then one on the NUMA node that we run on;
+//!    then the first by name, `mlx5_2` before `mlx5_10`. (libibverbs' own order changes as devices come and go.)
 //! 3. A GID whose network device is up and in this network namespace.
 //! 4. RoCE v2 before v1.
 //! 5. In the same subnet as the peer hint; then of the same address family as it.
@@ -216,12 +217,12 @@ fn choose_port<'a>(ports: &'a [PortInfo], wanted: &Wanted) -> Result<(&'a PortIn
     // A GID that was named decides between ports too.
     let holders: Vec<&PortInfo> = active.iter().copied().filter(|port| holds_named_gid(port, wanted)).collect();
     let pool = if holders.is_empty() { &active } else { &holders };
-    let best = pool.iter().copied().enumerate().max_by_key(|(position, port)| {
+    let best = pool.iter().copied().max_by_key(|port| {
         let can_reach = best_gid(port, wanted).is_some();
         let nearer = wanted.peer.is_some_and(|peer| port.gids.iter().any(|gid| same_subnet(gid, peer)));
-        (can_reach, nearer, port.same_numa_node, Reverse(*position))
+        (can_reach, nearer, port.same_numa_node, Reverse((natural_order(&port.device), port.port)))
     });
-    let Some((_, best)) = best else {
+    let Some(best) = best else {
         return Err(ChooseError::PortDown {
             device: first.device.clone(),
             port: first.port,
@@ -233,12 +234,21 @@ fn choose_port<'a>(ports: &'a [PortInfo], wanted: &Wanted) -> Result<(&'a PortIn
         (_, _, 1) if holders.len() == 1 && active.len() > 1 => "it has the configured GID".to_owned(),
         (Some(_), None, 1) => "device as configured, its only ACTIVE port".to_owned(),
         (_, _, 1) => "the only ACTIVE port".to_owned(),
+        (_, _, several) if wanted.peer.is_some_and(|peer| best.gids.iter().any(|gid| same_subnet(gid, peer))) => {
+            format!("of {several} ACTIVE ports, in the peer's subnet")
+        }
         (_, _, several) if best.same_numa_node == Some(true) => {
             format!("of {several} ACTIVE ports, on this thread's NUMA node")
         }
         (_, _, several) => format!("the first fit of {several} ACTIVE ports"),
     };
     Ok((best, why))
+}
+
+/// Sorts `mlx5_2` before `mlx5_10`.
+fn natural_order(name: &str) -> (&str, u64) {
+    let stem = name.trim_end_matches(|c: char| c.is_ascii_digit());
+    (stem, name[stem.len()..].parse().unwrap_or(0))
 }
 
 fn holds_named_gid(port: &PortInfo, wanted: &Wanted) -> bool {

@@ -5,7 +5,8 @@ use super::*;
 #[tokio::test(start_paused = true)]
 async fn an_exchange_without_secret_and_without_challenge_is_hello_reply_ready() {
     let scene =
-        Scene::new(&config(None), Recorder { must_prove_alive: false, ..Recorder::new(Ok(reply_offer())) }).await;
+        Scene::new(&config(None), Recorder { must_prove_alive: false.into(), ..Recorder::new(Ok(reply_offer())) })
+            .await;
     let mut stream = scene.connect().await;
     say(&mut stream, Frame::Hello(hello(false))).await;
     assert_eq!(read(&mut stream).await, Frame::Reply(Reply { offer: reply_offer(), tag: None }));
@@ -170,6 +171,27 @@ async fn a_dialer_that_is_gone_moves_nothing() {
     let hellos = scene.acceptor.take().into_iter().filter(|heard| matches!(heard, Heard::Hello(_))).count();
     assert_eq!(hellos, 1, "the dead dialer's hello reached nobody");
     assert_eq!(scene.listener.stats().closed_early, 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_comes_to_displace_something_while_it_waits_is_challenged_then() {
+    let limits = Config { parallel_exchanges: 1, ..config(None) };
+    let pause = Duration::from_secs(1);
+    let recorder = Recorder { must_prove_alive: false.into(), pause, ..Recorder::new(Ok(reply_offer())) };
+    let scene = Scene::new(&limits, recorder).await;
+    let (mut first, mut second) = (scene.connect().await, scene.connect().await);
+    say(&mut first, Frame::Hello(hello(false))).await;
+    settle().await;
+    say(&mut second, Frame::Hello(hello(false))).await;
+    settle().await;
+    scene.acceptor.must_prove_alive.store(true, std::sync::atomic::Ordering::Relaxed);
+    assert!(matches!(read(&mut first).await, Frame::Reply(_)));
+    first.write_all(&[READY]).await.expect("it reads");
+    let Frame::Challenge(challenge) = read(&mut second).await else { panic!("no challenge") };
+    let hellos = scene.acceptor.take().into_iter().filter(|heard| matches!(heard, Heard::Hello(_))).count();
+    assert_eq!(hellos, 1, "the acceptor has not heard of the second");
+    say(&mut second, Frame::Proof(Proof { nonce: challenge.nonce, tag: None })).await;
+    assert!(matches!(read(&mut second).await, Frame::Reply(_)));
 }
 
 #[tokio::test(start_paused = true)]

@@ -3,7 +3,7 @@
 use std::{sync::Arc, time::Duration};
 
 use bytes::Bytes;
-use verbs_transport::{MessageType, RegisterError, SendError, SendOutcome, Worker};
+use verbs_transport::{MessageType, RegisterError, SendError, SendOutcome, Transport, Worker};
 
 use crate::{
     lab::Lab,
@@ -408,4 +408,28 @@ pub async fn shutdown_is_idempotent_and_may_precede_start<L: Lab>(lab: Arc<L>) {
     a.worker.shutdown().await;
     assert!(a.worker.ensure_connected(b.id()).await.is_err());
     stop::<L>(a, b).await;
+}
+
+/// M-10: the calls are object-safe, so that an application can hold several transports side by side.
+pub async fn workers_behind_one_trait_object<L: Lab>(lab: Arc<L>) {
+    let worker = |n| -> Arc<dyn Transport> { Arc::new(Worker::new(lab.config(n), lab.fabric(n)).expect("valid")) };
+    let transports = [worker(1), worker(2)];
+    let mut inbound = Vec::new();
+    for transport in &transports {
+        assert_eq!(transport.key(), "ibverbs");
+        inbound.push(transport.start().await.expect("started"));
+    }
+    let [a, b] = &transports;
+    a.register(&b.address()).expect("a good address");
+    a.ensure_connected(b.instance()).await.expect("connected");
+    let errors: Arc<crate::node::Errors> = Arc::default();
+    let _ = a.send(b.instance(), "h".into(), "p".into(), MessageType::Message, errors.clone());
+    assert_eq!(next(&mut inbound[1].message).await.payload, "p");
+    assert_eq!(a.max_message_size(b.instance()), Some(16 << 20));
+    assert!(a.describe(b.instance()).is_some_and(|told| told.proven));
+    for transport in &transports {
+        transport.shutdown().await;
+        assert_eq!(transport.stats().qps, 0);
+    }
+    errors.assert_none();
 }

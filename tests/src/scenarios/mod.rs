@@ -36,6 +36,7 @@ macro_rules! messaging_suite {
                 describe_tells_the_path,
                 bad_addresses_are_typed_errors,
                 shutdown_is_idempotent_and_may_precede_start,
+                workers_behind_one_trait_object,
             ]
         );
         $crate::suite!(

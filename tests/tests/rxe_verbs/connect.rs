@@ -1,6 +1,10 @@
 //! INIT to RTR to RTS, and what stands in the way.
 
-use std::{future::poll_fn, sync::Arc, time::Duration};
+use std::{
+    future::poll_fn,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use tokio::time::timeout;
 use verbs_bootstrap::{Gid, RdAtomic};
@@ -9,7 +13,7 @@ use verbs_transport::{
     verbs::{DeviceConfig, DeviceQp},
 };
 
-use crate::rig::{Rig, command, config, connect, inline, leaving_nothing, netdev, path_to};
+use crate::rig::{Rig, Undo, command, config, connect, inline, leaving_nothing, netdev, open, path_to};
 
 #[test]
 fn a_qp_sends_only_once_connected() {
@@ -80,6 +84,7 @@ fn a_gid_is_found_again_by_value() {
         let netdev = netdev();
         let add = |address: &str| command(&format!("ip addr add {address}/32 dev {netdev}"));
         let remove = |address: &str| command(&format!("ip addr del {address}/32 dev {netdev}"));
+        let _restore = Undo(format!("ip addr flush dev {netdev} to 10.98.0.0/24"));
         add("10.98.0.7");
         let gid = Gid(std::net::Ipv4Addr::new(10, 98, 0, 7).to_ipv6_mapped().octets());
         let mut rig = Rig::new(&DeviceConfig { gid: Some(gid), ..config() });
@@ -98,11 +103,59 @@ fn a_gid_is_found_again_by_value() {
         add("10.98.0.8"); // takes the free slot
         add("10.98.0.7");
         connect(&a, &rig.device, &b, &rig.device).await;
-        assert_ne!(rig.device.port().gid_index, before, "else this test shows nothing");
+        let now = rig.device.port().gid_index;
+        assert_ne!(now, before, "else this test shows nothing");
+        assert!(rig.device.path_reason().ends_with(&format!("now at gid_index {now}")), "{:?}", rig.device);
         a.post(&[inline(0, b"found")]).expect("a post");
         assert_eq!(rig.receive_one(), b"found");
-        drop((a, b));
-        remove("10.98.0.7");
-        remove("10.98.0.8");
+    });
+}
+
+/// A second device, on a link whose other end answers nothing. RTR to an absent host blocks in the kernel for a
+/// second; the runtime's only thread goes on meanwhile, and the refusal names both addresses. The peer hint picks
+/// this device, since the peer is in its subnet.
+#[test]
+fn an_absent_host_is_no_route_and_blocks_nobody() {
+    leaving_nothing(async {
+        let _gone = Undo("rdma link delete rxetest; ip link delete rxetest0".to_owned());
+        command("ip link add rxetest0 type veth peer name rxetest1");
+        command("ip link set rxetest0 up && ip link set rxetest1 up && ip addr add 10.97.0.1/24 dev rxetest0");
+        command("rdma link add rxetest type rxe netdev rxetest0");
+        let peer = Gid(std::net::Ipv4Addr::new(10, 97, 0, 9).to_ipv6_mapped().octets());
+        let with_hint = DeviceConfig { peer: Some(peer), ..config() };
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while !open(&with_hint).is_ok_and(|device| device.path_reason().starts_with("rxetest ")) {
+            assert!(Instant::now() < deadline, "{:?}", open(&with_hint));
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        let here = tokio::task::LocalSet::new();
+        here.run_until(async {
+            let rig = Rig::new(&with_hint);
+            assert!(open(&config()).expect("the first device").path_reason().starts_with("rxe0 "));
+            let a = rig.qp();
+            let mut path = path_to(&rig.qp(), &rig.device, rig.device.port().mtu);
+            path.remote_port.gid = peer;
+            let ticks = tokio::task::spawn_local(async {
+                let mut longest = Duration::ZERO;
+                loop {
+                    let start = Instant::now();
+                    tokio::time::sleep(Duration::from_millis(5)).await;
+                    longest = longest.max(start.elapsed());
+                    if longest > Duration::from_millis(500) {
+                        return longest;
+                    }
+                }
+            });
+            let start = Instant::now();
+            let error = DeviceQp::connect(Arc::clone(&a), path).await.expect_err("nobody there");
+            assert!(matches!(error, ConnectQpError::NoRoute { .. }), "{error}");
+            let text = error.to_string();
+            assert!(text.contains("::ffff:10.97.0.1") && text.contains("::ffff:10.97.0.9"), "{text}");
+            assert!(start.elapsed() > Duration::from_millis(500), "else nothing blocked: {:?}", start.elapsed());
+            assert!(!ticks.is_finished(), "the thread was held up");
+            ticks.abort();
+            assert!(ticks.await.is_err());
+        })
+        .await;
     });
 }

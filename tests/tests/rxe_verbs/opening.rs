@@ -13,7 +13,7 @@ use verbs_transport::{
     verbs::{DeviceConfig, OpenError, PageKind},
 };
 
-use crate::rig::{Rig, command, config, inline, leaving_nothing, netdev, open};
+use crate::rig::{Rig, Undo, command, config, inline, leaving_nothing, netdev, open, until_it_opens};
 
 fn refusal(config: &DeviceConfig) -> OpenError {
     open(config).expect_err("a refusal")
@@ -32,6 +32,47 @@ fn the_ipv4_address_is_chosen_and_the_reason_kept() {
         let limits = rig.device.limits();
         assert!(limits.cq_depth >= 1024 && limits.cq_depth <= limits.cqes, "{limits:?}");
         assert!(limits.rd_atomic.initiator >= 1 && limits.rd_atomic.responder >= 1, "{limits:?}");
+    });
+}
+
+/// B03 (a) on a device: without an IPv4 address the unique local IPv6 one is taken, not link-local at index 0; bytes
+/// pass.
+#[test]
+fn without_ipv4_the_unique_local_address_is_chosen() {
+    leaving_nothing(async {
+        let netdev = netdev();
+        let listed = Command::new("ip").args(["-4", "-o", "addr", "show", "dev", &netdev]).output().expect("ip");
+        let listed = String::from_utf8_lossy(&listed.stdout).into_owned();
+        let addresses: Vec<&str> = listed
+            .lines()
+            .filter_map(|line| line.split_ascii_whitespace().skip_while(|word| *word != "inet").nth(1))
+            .collect();
+        assert!(!addresses.is_empty(), "{listed:?}");
+        let restore = Undo(format!(
+            "ip addr del fd00::7/64 dev {netdev}; for a in {}; do ip addr add $a dev {netdev}; done",
+            addresses.join(" ")
+        ));
+        command(&format!("ip addr add fd00::7/64 dev {netdev} nodad"));
+        for address in &addresses {
+            // Secondary ones go with their first.
+            command(&format!("ip addr del {address} dev {netdev} 2> /dev/null || true"));
+        }
+        let deadline = Instant::now() + Duration::from_secs(10);
+        let mut rig = loop {
+            let rig = Rig::new(&config());
+            if rig.device.port().gid.family() == GidFamily::Ipv6 {
+                break rig;
+            }
+            assert!(Instant::now() < deadline, "{}", rig.device.path_reason());
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        };
+        assert_eq!(rig.device.port().gid.to_string(), "fd00::7");
+        assert!(rig.device.path_reason().contains("routable IPv6 preferred over fe80::"), "{:?}", rig.device);
+        let (a, b) = rig.pair().await;
+        a.post(&[inline(0, b"over IPv6")]).expect("a post");
+        assert_eq!(rig.receive_one(), b"over IPv6");
+        drop((a, b, rig, restore));
+        until_it_opens().await;
     });
 }
 
@@ -85,6 +126,7 @@ fn a_port_that_is_down_is_refused_and_told_of() {
     leaving_nothing(async {
         let netdev = netdev();
         let rig = Rig::new(&config());
+        let up = Undo(format!("ip link set {netdev} up"));
         command(&format!("ip link set {netdev} down"));
         wait_for(&rig, AsyncEvent::PortDown).await;
 
@@ -93,15 +135,9 @@ fn a_port_that_is_down_is_refused_and_told_of() {
             matches!(&error, OpenError::Choice(ChooseError::PortDown { port: 1, state, .. }) if state == "DOWN"),
             "{error}"
         );
-        command(&format!("ip link set {netdev} up"));
+        drop(up);
         wait_for(&rig, AsyncEvent::PortUp).await;
-
-        // Its GIDs come back a little later.
-        let deadline = Instant::now() + Duration::from_secs(10);
-        while let Err(error) = open(&config()) {
-            assert!(Instant::now() < deadline, "{error}");
-            tokio::time::sleep(Duration::from_millis(50)).await;
-        }
+        until_it_opens().await;
     });
 }
 
@@ -157,16 +193,15 @@ fn opening_needs_no_runtime() {
 #[test]
 fn slabs_lie_in_huge_pages_where_they_can_be_had() {
     leaving_nothing(async {
+        let none = Undo("echo 0 > /proc/sys/vm/nr_hugepages".to_owned());
         command("echo 8 > /proc/sys/vm/nr_hugepages");
         let slabs = SlabSizes { receive_slabs: 256, receive_bytes: 8192, ..config().slabs };
-        let rig = Rig::new(&DeviceConfig { slabs, ..config() });
+        let mut rig = Rig::new(&DeviceConfig { slabs, ..config() });
         assert_eq!(rig.device.page_kind(), PageKind::Huge);
         let (a, _b) = rig.pair().await;
-        let mut rig = rig;
         a.post(&[inline(0, b"through a huge page")]).expect("a post");
         assert_eq!(rig.receive_one(), b"through a huge page");
-        drop(a);
-        command("echo 0 > /proc/sys/vm/nr_hugepages");
+        drop((a, none));
         let again = Rig::new(&DeviceConfig { slabs, ..config() });
         assert_eq!(again.device.page_kind(), PageKind::TransparentHuge);
     });
@@ -180,9 +215,10 @@ fn a_changed_mtu_is_noticed() {
         let rig = Rig::new(&config());
         let before = rig.device.port().mtu;
         let bytes = std::fs::read_to_string(format!("/sys/class/net/{netdev}/mtu")).expect("an MTU").trim().to_owned();
+        let restore = Undo(format!("ip link set {netdev} mtu {bytes}"));
         command(&format!("ip link set {netdev} mtu 1500"));
         assert_eq!(rig.device.port().mtu, Mtu::B1024, "{before:?} before");
-        command(&format!("ip link set {netdev} mtu {bytes}"));
+        drop(restore);
         assert_eq!(rig.device.port().mtu, before);
     });
 }
@@ -195,9 +231,9 @@ fn a_closed_device_node_is_told_as_such() {
     }
     leaving_nothing(async {
         let node = "/dev/infiniband/uverbs0";
+        let _open = Undo(format!("chmod 0666 {node}"));
         command(&format!("chmod 0600 {node}"));
         let text = as_ordinary_user("opening::a_closed_device_node_is_told_as_such", "8192", "unlimited");
-        command(&format!("chmod 0666 {node}"));
         assert!(text.contains("/dev/infiniband"), "{text}");
         assert!(text.contains("may not open") || text.contains("no RDMA device that libibverbs can use"), "{text}");
     });
@@ -211,14 +247,11 @@ fn no_device_is_told_with_the_remedy() {
         let device = rig.device.path_reason().split(' ').next().expect("its name").to_owned();
         drop(rig);
         let netdev = netdev();
+        let back = Undo(format!("rdma link add {device} type rxe netdev {netdev}"));
         command(&format!("rdma link delete {device}"));
         let outcome = open(&config());
-        command(&format!("rdma link add {device} type rxe netdev {netdev}"));
-        let deadline = Instant::now() + Duration::from_secs(10);
-        while let Err(error) = open(&config()) {
-            assert!(Instant::now() < deadline, "{error}");
-            tokio::time::sleep(Duration::from_millis(50)).await;
-        }
+        drop(back);
+        until_it_opens().await;
         let error = outcome.expect_err("no device");
         assert!(matches!(&error, OpenError::NoDevices { .. }), "{error}");
         assert!(error.to_string().contains("rdma link add rxe0 type rxe"), "{error}");

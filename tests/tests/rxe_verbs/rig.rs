@@ -195,6 +195,26 @@ pub(crate) fn command(line: &str) {
     assert!(status.success(), "{line}: {status}");
 }
 
+/// Runs a command when dropped, whatever became of the test: later ones need the machine as it was.
+#[must_use]
+pub(crate) struct Undo(pub(crate) String);
+
+impl Drop for Undo {
+    fn drop(&mut self) {
+        // A failure shows in the tests that follow; a panic here could hide the one that is under way.
+        let _ = Command::new("sh").args(["-c", &self.0]).status();
+    }
+}
+
+/// Waits until the default choice works: addresses and their GIDs come back a little after their link.
+pub(crate) async fn until_it_opens() {
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while let Err(error) = open(&config()) {
+        assert!(Instant::now() < deadline, "{error}");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
 /// The network device under the first device's port.
 pub(crate) fn netdev() -> String {
     let name = fs::read_dir("/sys/class/infiniband").expect("devices").next().expect("a device").expect("a name");

@@ -98,7 +98,7 @@ pub trait Outbox {
     /// A slab for a SEND that is too long to go inline; `None` when the pool is empty.
     fn take_slab(&mut self) -> Option<SendSlab>;
 
-    /// Whether slabs are scarce, so that each must come home soon.
+    /// Whether slabs are scarce, so that each must come home soon. Always so when the last one has been taken.
     fn slabs_scarce(&self) -> bool;
 
     /// Adds an inline SEND of these parts; says no when its bytes do not fit into this batch any more.
@@ -408,8 +408,9 @@ impl Link {
                 }
             };
             let head = self.header(kind, false, false, word);
-            // A PING is signaled: it is also what covers a bare tail.
-            let force_signal = matches!(kind, FrameKind::Ping);
+            // A PING is signaled: it is also what covers a bare tail. So is whatever takes a scarce slab: were the last
+            // ones held by unsignaled grants, no PING could go out to bring them home.
+            let force_signal = matches!(kind, FrameKind::Ping) || (slab.is_some() && out.slabs_scarce());
             let (seq, signaled) = (self.sends.next_seq(), self.sends.will_signal(force_signal));
             let slab = match slab {
                 None => {
@@ -531,17 +532,16 @@ impl Link {
         self.sends.take_back(seq)
     }
 
-    /// The connection has ended: nothing more goes out.
+    /// The connection has ended: nothing more goes out. What had come in before may still be taken.
     pub fn end(&mut self) {
         self.ended = true;
-        self.assembly.clear();
     }
 
     /// The QP is in ERR. Unsignaled WRs that the peer has acknowledged give no completion any more, so one more WR is
-    /// posted behind all others: its flush tells that everything before it has ended. `None` when nothing is in flight.
+    /// posted behind all others: its flush tells that everything before it has ended, and that every receive which
+    /// completed before is polled. `None` when the queue is full, which the WR kept free for it prevents.
     pub fn drain_marker(&mut self) -> Option<WrSeq> {
-        let needed = !self.sends.is_empty() && self.sends.free() > 0;
-        needed.then(|| self.sends.push(InFlight { slab: None, frame: None }, true).seq)
+        (self.sends.free() > 0).then(|| self.sends.push(InFlight { slab: None, frame: None }, true).seq)
     }
 
     /// No completion will come any more.

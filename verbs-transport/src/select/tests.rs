@@ -143,3 +143,24 @@ fn errors_name_what_there_is() {
     let error = choose(&ports, &wanted).expect_err("no GID");
     assert!(matches!(error, ChooseError::NoGid { .. }), "{error}");
 }
+
+#[test]
+fn the_first_device_is_the_first_by_name() {
+    let of = |name: &str| port(name, vec![slot(0, "::ffff:10.0.0.1")]);
+    let ports = [of("mlx5_10"), of("mlx5_2"), of("rxe0")];
+    let choice = choose(&ports, &Wanted::default()).expect("a port");
+    assert_eq!(choice.device, "mlx5_2");
+    assert!(choice.reason.contains("the first fit of 3 ACTIVE ports"), "{}", choice.reason);
+}
+
+#[test]
+fn a_port_in_the_peers_subnet_beats_the_first() {
+    let ports = [
+        port("mlx5_0", vec![slot(0, "::ffff:10.0.1.1")]),
+        port("mlx5_1", vec![slot(0, "fe80::1"), slot(1, "::ffff:10.0.2.1")]),
+    ];
+    let wanted = Wanted { peer: Some(gid("::ffff:10.0.2.9")), ..Wanted::default() };
+    let choice = choose(&ports, &wanted).expect("a port");
+    assert_eq!((choice.device.as_str(), choice.gid.index), ("mlx5_1", 1));
+    assert!(choice.reason.contains("in the peer's subnet"), "{}", choice.reason);
+}

@@ -233,8 +233,8 @@ impl Hca {
         if ours.port.gid.family() != theirs.family() {
             return (Duration::ZERO, no_route(EINVAL));
         }
-        // A host whose process was killed still answers for its address.
-        let known = self.hosts.iter().find(|host| host.port.gid == theirs);
+        // A host whose process was killed still answers for its address, until another one runs there.
+        let known = self.hosts.iter().rev().find(|host| host.port.gid == theirs);
         if lost || known.is_none_or(|known| self.is_cut(ours.addr, known.addr) || !known.port_up) {
             return (RESOLUTION, no_route(ETIMEDOUT));
         }

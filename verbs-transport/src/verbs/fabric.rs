@@ -34,6 +34,8 @@ use crate::fabric::{
 ///
 /// Opening it needs no runtime. [`Fabric::poll_wake`] and [`Fabric::poll_async_event`] tie their fds to the tokio
 /// runtime that first polls them; each has room for one waiting task.
+///
+/// Not for use in a forked child: it shares the parent's queues, and what it posts goes out as the parent's.
 pub struct DeviceFabric<N> {
     // The fds leave the reactor before what owns them goes.
     wake: InReactor<Channel>,
@@ -81,7 +83,7 @@ impl<N> DeviceFabric<N> {
     }
 }
 
-/// What the fabric and each of its QPs keep alive. Fields drop in order: SRQ, CQ, MRs, PD, context.
+/// What the fabric and each of its QPs keep alive.
 pub(super) struct Shared {
     pub(super) srq: Arc<Srq>,
     pub(super) cq: Arc<Cq>,
@@ -94,7 +96,10 @@ pub(super) struct Shared {
     /// As last read from the device.
     pub(super) port: RwLock<PortIdentity>,
     pub(super) mtu_cap: Option<Mtu>,
+    /// Why this port and GID, as things were at the open.
     pub(super) reason: String,
+    /// Where the GID was then.
+    pub(super) chosen_index: u8,
 }
 
 impl Shared {
@@ -191,7 +196,8 @@ impl<N: Net> Fabric for DeviceFabric<N> {
     }
 
     fn path_reason(&self) -> String {
-        self.shared.reason.clone()
+        let (reason, now) = (&self.shared.reason, self.shared.port().gid_index);
+        if now == self.shared.chosen_index { reason.clone() } else { format!("{reason}; now at gid_index {now}") }
     }
 
     fn take_slabs(&self) -> (Vec<RecvSlab>, Vec<SendSlab>) {

@@ -232,6 +232,7 @@ impl Shared {
             port: RwLock::new(identity),
             mtu_cap: config.mtu_cap,
             reason: choice.reason,
+            chosen_index: choice.gid.index,
         })
     }
 }

@@ -40,11 +40,18 @@ async fn dial_until_done<F: Fabric>(shared: &Arc<Shared<F>>, peer: &Arc<Peer<F>>
             Step::Done => return,
             Step::Wait(until) => {
                 tokio::select! {
+                    biased;
                     () = sleep_until(until.into()) => {}
                     () = changed => {}
                 }
             }
-            Step::Dial(hello, addrs) => dial_once(shared, peer, &hello, &addrs).await,
+            Step::Dial(hello, addrs) => {
+                tokio::select! {
+                    biased;
+                    () = shared.stopping() => return,
+                    () = dial_once(shared, peer, &hello, &addrs) => {}
+                }
+            }
         }
     }
 }
@@ -141,7 +148,11 @@ fn dial_failed<F: Fabric>(shared: &Arc<Shared<F>>, peer: &Arc<Peer<F>>, cause: E
     let mut effects = Effects::default();
     {
         let mut state = peer.lock();
-        match state.exchange.on_dial_failed(shared.now()) {
+        let failed = match &cause {
+            EpochEnd::Dial(DialError::Refused { status, .. }) => state.exchange.on_refused(*status, shared.now()),
+            _ => state.exchange.on_dial_failed(shared.now()),
+        };
+        match failed {
             DialFailed::EpochOver { .. } => peer.end_unbound(&mut state, shared, &Arc::new(cause), &mut effects),
             // The accepting half came up, or the epoch had ended: nothing failed.
             DialFailed::CountsAsSuccess { .. } | DialFailed::Stale => {}

@@ -1,7 +1,7 @@
 //! The driver: polls completions, gives slabs back, hands frames on, ends what has ended.
 
 use std::{
-    collections::HashMap,
+    collections::BTreeMap,
     ops::Range,
     sync::Arc,
     time::{Duration, Instant},
@@ -18,10 +18,11 @@ use super::{
     shared::Shared,
 };
 use crate::{
-    fabric::{AsyncEvent, Fabric, FabricError, FabricQp, POST_BATCH, RecvSlab, Wc, WcStatus, WrSeq},
+    fabric::{AsyncEvent, Fabric, FabricError, FabricQp, POST_BATCH, RecvSlab, Wc, WrSeq},
     proto::{
         assembly::Incoming,
         frame::{HEADER_BYTES, MessageType},
+        link::{Link, LinkError},
         send_queue::Ended,
     },
 };
@@ -45,6 +46,50 @@ enum Body {
     Owned(Vec<u8>),
 }
 
+/// Where frames are copied to out of their slabs.
+struct Arrivals<'a> {
+    sink: Option<&'a Sink>,
+    into: &'a mut Vec<Delivery>,
+    scratch: &'a mut Vec<u8>,
+}
+
+impl Arrivals<'_> {
+    /// One SEND of a peer.
+    fn take<F: Fabric>(
+        &mut self,
+        shared: &Shared<F>,
+        peer: InstanceId,
+        link: &mut Link,
+        slab: &RecvSlab,
+        head: [u8; HEADER_BYTES],
+        bytes: u32,
+    ) -> Result<(), LinkError> {
+        match link.on_receive(head, bytes)? {
+            Incoming::Whole { kind, header_len, body_len } => {
+                let body = if let Some(Sink::Handler(_)) = self.sink {
+                    let from = self.scratch.len();
+                    shared.fabric.append_slab(slab, HEADER_BYTES, body_len, self.scratch);
+                    Body::Scratch(from..self.scratch.len())
+                } else {
+                    let mut body = Vec::with_capacity(body_len);
+                    shared.fabric.append_slab(slab, HEADER_BYTES, body_len, &mut body);
+                    Body::Owned(body)
+                };
+                self.into.push(Delivery { peer, kind, header_len, body });
+            }
+            Incoming::Fragment { body_len, last } => {
+                shared.fabric.append_slab(slab, HEADER_BYTES, body_len, link.partial_mut());
+                if let Some(whole) = if last { link.finish_fragment() } else { None } {
+                    let (kind, header_len, body) = (whole.kind, whole.header_len, Body::Owned(whole.body));
+                    self.into.push(Delivery { peer, kind, header_len, body });
+                }
+            }
+            Incoming::Control | Incoming::Pong { .. } => {}
+        }
+        Ok(())
+    }
+}
+
 /// One per worker, behind a lock: whoever holds it polls.
 pub(crate) struct Driver<F: Fabric> {
     /// Gone after shutdown, which ends the streams.
@@ -58,7 +103,8 @@ pub(crate) struct Driver<F: Fabric> {
     touched: Vec<Arc<Peer<F>>>,
     deliveries: Vec<Delivery>,
     scratch: Vec<u8>,
-    retired: HashMap<u32, Retired<F>>,
+    /// By QP number, so that simulation is reproducible.
+    retired: BTreeMap<u32, Retired<F>>,
     /// When to look at bare tails next.
     tail_check: Option<Instant>,
 }
@@ -73,7 +119,7 @@ impl<F: Fabric> Driver<F> {
             touched: Vec::new(),
             deliveries: Vec::new(),
             scratch: Vec::new(),
-            retired: HashMap::new(),
+            retired: BTreeMap::new(),
             tail_check: None,
         }
     }
@@ -81,28 +127,36 @@ impl<F: Fabric> Driver<F> {
     /// Polls one batch and does all that follows from it. Gives the number of completions.
     pub(crate) fn progress(&mut self, shared: &Arc<Shared<F>>) -> Result<usize, FabricError> {
         let mut effects = Effects::default();
+        let polled = self.step(shared, &mut effects);
+        // What has ended is told whatever else fails.
+        effects.run(shared);
+        polled
+    }
+
+    fn step(&mut self, shared: &Arc<Shared<F>>, effects: &mut Effects) -> Result<usize, FabricError> {
         let polled = shared.fabric.poll(&mut self.wcs)?;
         let mut wcs = std::mem::take(&mut self.wcs);
         for wc in wcs.drain(..) {
-            self.on_wc(shared, wc, &mut effects);
+            self.on_wc(shared, wc, effects);
         }
         self.wcs = wcs;
         // Slabs go back before frames are handed on, in chains; a short chain waits until nothing else is to be done,
         // which the next call finds out.
-        if self.reposts.len() >= POST_BATCH || polled == 0 {
-            self.repost(shared)?;
+        let reposted = if self.reposts.len() >= POST_BATCH || polled == 0 { self.repost(shared) } else { Ok(()) };
+        if reposted.is_ok() {
+            self.pump_touched(shared, effects);
         }
-        self.pump_touched(shared, &mut effects);
+        // Also when the device is lost meanwhile: these frames have arrived.
         self.deliver(shared);
-        shared.feed_starved(&mut effects);
+        reposted?;
+        shared.feed_starved(effects);
         if !self.retired.is_empty() || !shared.retired.is_empty() {
-            self.sweep_retired(shared, &mut effects);
+            self.sweep_retired(shared, effects);
         }
         let (_, changed) = shared.backlog.update();
         if changed {
-            shared.pump_all(&mut effects);
+            shared.pump_all(effects);
         }
-        effects.run(shared);
         Ok(polled)
     }
 
@@ -115,15 +169,14 @@ impl<F: Fabric> Driver<F> {
             Wc::ReceiveFailed { qpn, slab, status } => {
                 self.reposts.push(slab);
                 shared.counters.receives_failed.add(1);
-                if status != WcStatus::Flushed {
-                    shared.end_live(qpn, &Arc::new(EpochEnd::Receive { status }), effects);
-                }
+                // Flushed or failed, the QP is in ERR.
+                shared.end_live(qpn, &Arc::new(EpochEnd::Receive { status }), effects);
             }
-            Wc::Send { qpn, seq } => self.on_send(shared, qpn, seq, None, effects),
+            Wc::Send { qpn, seq } => self.on_send(shared, qpn, seq, false, effects),
             Wc::SendFailed { qpn, seq, status, vendor_err } => {
                 let cause = Arc::new(EpochEnd::WorkRequest { status, vendor_err });
                 shared.end_live(qpn, &cause, effects);
-                self.on_send(shared, qpn, seq, Some(cause), effects);
+                self.on_send(shared, qpn, seq, true, effects);
             }
         }
     }
@@ -136,42 +189,18 @@ impl<F: Fabric> Driver<F> {
         let mut head = [0; HEADER_BYTES];
         shared.fabric.read_slab(slab, 0, &mut head[..HEADER_BYTES.min(bytes as usize)]);
         let mut state = peer.lock();
-        let Some((epoch, link)) = live(&mut state, qpn) else {
-            // A frame that came before its connection's end was dealt with: the peer may have been told so.
-            shared.counters.stale_completions.add(1);
-            return;
+        let Some((generation, link)) = live(&mut state, qpn) else {
+            drop(state);
+            return self.on_late_receive(shared, qpn, slab, head, bytes);
         };
-        let generation = epoch;
-        let id = peer.id;
-        match link.on_receive(head, bytes) {
-            Ok(Incoming::Whole { kind, header_len, body_len }) => {
-                let body = if let Some(Sink::Handler(_)) = self.sink {
-                    let from = self.scratch.len();
-                    shared.fabric.append_slab(slab, HEADER_BYTES, body_len, &mut self.scratch);
-                    Body::Scratch(from..self.scratch.len())
-                } else {
-                    let mut body = Vec::with_capacity(body_len);
-                    shared.fabric.append_slab(slab, HEADER_BYTES, body_len, &mut body);
-                    Body::Owned(body)
-                };
-                self.deliveries.push(Delivery { peer: id, kind, header_len, body });
-            }
-            Ok(Incoming::Fragment { body_len, last }) => {
-                shared.fabric.append_slab(slab, HEADER_BYTES, body_len, link.partial_mut());
-                if let Some(whole) = if last { link.finish_fragment() } else { None } {
-                    let (kind, header_len, body) = (whole.kind, whole.header_len, Body::Owned(whole.body));
-                    self.deliveries.push(Delivery { peer: id, kind, header_len, body });
-                }
-            }
-            Ok(Incoming::Control | Incoming::Pong { .. }) => {}
-            Err(error) => {
-                shared.counters.malformed.add(1);
-                tracing::warn!(peer = %id, %error, "the peer broke the protocol");
-                if error.is_fatal() {
-                    let cause = Arc::new(EpochEnd::Protocol(error));
-                    peer.end_epoch(&mut state, shared, generation, &cause, effects);
-                    return;
-                }
+        let mut arrivals = Arrivals { sink: self.sink.as_ref(), into: &mut self.deliveries, scratch: &mut self.scratch };
+        if let Err(error) = arrivals.take(shared, peer.id, link, slab, head, bytes) {
+            shared.counters.malformed.add(1);
+            tracing::warn!(peer = %peer.id, %error, "the peer broke the protocol");
+            if error.is_fatal() {
+                let cause = Arc::new(EpochEnd::Protocol(error));
+                peer.end_epoch(&mut state, shared, generation, &cause, effects);
+                return;
             }
         }
         if !std::mem::replace(&mut state.owing, true) {
@@ -180,37 +209,54 @@ impl<F: Fabric> Driver<F> {
         self.touch(&peer, &mut state);
     }
 
-    /// A send completion: of a live epoch, or of one that is being flushed.
-    fn on_send(
+    /// A receive of a connection that has ended on this side. It was acknowledged, so the peer takes its frame for
+    /// delivered: it is handed on like those before it. Not so the frames of a run that is over, or of a peer that
+    /// broke the protocol.
+    fn on_late_receive(
         &mut self,
         shared: &Arc<Shared<F>>,
         qpn: u32,
-        seq: WrSeq,
-        failure: Option<Arc<EpochEnd>>,
-        effects: &mut Effects,
+        slab: &RecvSlab,
+        head: [u8; HEADER_BYTES],
+        bytes: u32,
     ) {
+        self.adopt_retired(shared);
+        match self.retired.get_mut(&qpn) {
+            Some(Retired { peer, link: Some(link), cause, .. })
+                if !matches!(**cause, EpochEnd::PeerRestarted | EpochEnd::Protocol(_)) =>
+            {
+                let mut arrivals =
+                    Arrivals { sink: self.sink.as_ref(), into: &mut self.deliveries, scratch: &mut self.scratch };
+                if arrivals.take(shared, *peer, link, slab, head, bytes).is_err() {
+                    shared.counters.malformed.add(1);
+                }
+            }
+            _ => shared.counters.stale_completions.add(1),
+        }
+    }
+
+    /// A send completion: of a live epoch, or of one that is being flushed.
+    fn on_send(&mut self, shared: &Arc<Shared<F>>, qpn: u32, seq: WrSeq, failed: bool, effects: &mut Effects) {
         let Some(peer) = shared.route(qpn) else {
             shared.counters.stale_completions.add(1);
             return;
         };
-        let id = peer.id;
         {
             let mut state = peer.lock();
             if let Some((_, link)) = live(&mut state, qpn) {
-                // Failures end the epoch first, so this one is good.
-                let cause = failure.unwrap_or_else(|| Arc::new(EpochEnd::Replaced));
-                link.on_send_done(seq, |op, ended| shared.retire_op(id, op, ended, &cause, effects));
+                // A failure ends the epoch first, so this completion is good.
+                link.on_send_done(seq, |op, _| shared.release_op(op));
                 self.touch(&peer, &mut state);
                 return;
             }
         }
         self.adopt_retired(shared);
-        let Some(Retired { link: Some(link), cause, .. }) = self.retired.get_mut(&qpn) else {
+        let Some(Retired { peer: id, link: Some(link), cause, .. }) = self.retired.get_mut(&qpn) else {
             shared.counters.stale_completions.add(1);
             return;
         };
-        let each = |op, ended| shared.retire_op(id, op, ended, cause, effects);
-        if failure.is_some() {
+        let each = |op, ended| shared.retire_op(*id, op, ended, cause, effects);
+        if failed {
             link.on_send_failed(seq, each);
         } else {
             link.on_send_done(seq, each);
@@ -385,6 +431,8 @@ impl<F: Fabric> Driver<F> {
                 };
                 return Err(FabricError { what, source: std::io::Error::other("reported by an async event") });
             }
+            // Each QP that ends says so on a NIC.
+            AsyncEvent::QpLastWqe { qpn } => tracing::debug!(qpn, "the last receive of the QP is in"),
             other => tracing::info!(event = ?other, "async event"),
         }
         Ok(())
@@ -431,6 +479,7 @@ impl<F: Fabric> Shared<F> {
         let mut again = false;
         for peer in self.all_peers() {
             let mut state = peer.lock();
+            state.trim();
             let Some(Epoch { link: Some(link), tail_seen, .. }) = &mut state.epoch else { continue };
             if !link.has_bare_tail() {
                 *tail_seen = None;
@@ -460,7 +509,7 @@ fn destroy<Q: FabricQp>(qp: Arc<Q>) {
 fn live<F: Fabric>(
     state: &mut PeerState<F>,
     qpn: u32,
-) -> Option<(verbs_bootstrap::Generation, &mut crate::proto::link::Link)> {
+) -> Option<(verbs_bootstrap::Generation, &mut Link)> {
     let epoch = state.epoch.as_mut().filter(|epoch| epoch.qp.qpn().get() == qpn)?;
     Some((epoch.generation, epoch.link.as_mut()?))
 }

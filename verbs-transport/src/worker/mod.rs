@@ -138,6 +138,17 @@ impl<F: Fabric> Worker<F> {
         if !shared.advance(Life::New, Life::Running) {
             return Err(StartError::NotNew);
         }
+        let started = self.start_parts(sink).await;
+        if started.is_err() {
+            // What did start ends like any other worker.
+            drop(self.owner.begin_stop());
+            shared.stop_driver();
+        }
+        started
+    }
+
+    async fn start_parts(&self, sink: Sink) -> Result<(), StartError> {
+        let shared = self.shared();
         shared.set_runtime(Handle::current());
         shared.set_driver(Driver::new(sink));
         let mut receives = std::mem::take(&mut *lock(&self.owner.receives));
@@ -373,19 +384,27 @@ impl<F: Fabric> Worker<F> {
     }
 
     /// Polls one batch on the caller's thread: for [`Progress::Manual`], allowed in every mode. Gives the number of
-    /// completions; 0 means that nothing is to be done now.
+    /// completions; 0 means that nothing is to be done now, or that another thread is polling, or that this is called
+    /// from within a handler.
     ///
     /// # Errors
     ///
     /// The device is lost: all connections have ended.
     pub fn progress(&self) -> Result<usize, FabricError> {
         let shared = self.shared();
-        let Some(mut driver) = shared.try_driver() else { return Ok(0) };
-        let polled = driver.progress(shared)?;
-        if polled == 0 {
+        let Some(mut driver) = shared.idle_driver() else { return Ok(0) };
+        let polled = driver.progress(shared).and_then(|polled| {
+            // In the other modes the events are the driver's own, and it is woken for them.
+            if polled == 0 && shared.config.progress == Progress::Manual {
+                poll::take_async_events(shared, &mut driver)?;
+            }
+            Ok(polled)
+        });
+        if !matches!(polled, Ok(1..)) {
             driver.timers(shared);
         }
-        Ok(polled)
+        drop(driver);
+        polled.inspect_err(|error| shared.on_device_lost(error))
     }
 
     /// What the bootstrap's listener has seen, once started.
@@ -459,6 +478,7 @@ impl<F: Fabric> Owner<F> {
             return None;
         }
         let listener = lock(&self.running).listener.take();
+        shared.tell_stopping();
         shared.end_all(&Arc::new(EpochEnd::ShuttingDown));
         listener
     }

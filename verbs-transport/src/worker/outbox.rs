@@ -74,7 +74,7 @@ impl<F: Fabric> Outbox for Batch<'_, F> {
     }
 
     fn slabs_scarce(&self) -> bool {
-        self.slabs.len() < self.slabs.capacity() / 2
+        self.slabs.len() <= self.slabs.capacity() / 2
     }
 
     fn reserve_inline(&mut self, bytes: usize) -> bool {

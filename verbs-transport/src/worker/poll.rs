@@ -9,7 +9,7 @@ use std::{
 
 use tokio::time::sleep_until;
 
-use super::{config::Progress, driver::QUIET_BEFORE_DESTROY, shared::Shared};
+use super::{config::Progress, driver::{Driver, QUIET_BEFORE_DESTROY}, shared::Shared};
 use crate::fabric::{Fabric, FabricError};
 
 /// Full poll batches in a row before the driver's task lets others run.
@@ -18,12 +18,13 @@ const BATCHES_BEFORE_YIELD: u32 = 8;
 /// The driver's task: arm, drain, wait. Ends after shutdown, when the last connection is gone.
 pub(crate) async fn run_task<F: Fabric>(shared: Arc<Shared<F>>, spin: Duration) {
     if let Err(error) = drive(&shared, spin).await {
-        shared.on_device_lost(error);
+        shared.on_device_lost(&error);
         // The device is gone, its flushes will not come; what is in flight ends by the clock.
         while !shared.driver_may_stop() {
             let due = shared.driver().timers(&shared);
             let due = due.unwrap_or_else(|| shared.now() + QUIET_BEFORE_DESTROY);
             tokio::select! {
+                biased;
                 () = sleep_until(due.into()) => {}
                 () = shared.driver_wake.notified() => {}
             }
@@ -86,6 +87,15 @@ async fn spin_while_busy<F: Fabric>(shared: &Arc<Shared<F>>, spin: Duration) -> 
     }
 }
 
+/// The async events that are there, for drivers that are never woken.
+pub(crate) fn take_async_events<F: Fabric>(shared: &Arc<Shared<F>>, driver: &mut Driver<F>) -> Result<(), FabricError> {
+    let mut cx = Context::from_waker(Waker::noop());
+    while let Poll::Ready(event) = shared.fabric.poll_async_event(&mut cx) {
+        driver.on_async_event(shared, event?)?;
+    }
+    Ok(())
+}
+
 /// The driver's thread in [`Progress::BusyPoll`].
 pub(crate) fn run_thread<F: Fabric>(shared: &Arc<Shared<F>>) {
     let mut idle = 0u32;
@@ -96,16 +106,13 @@ pub(crate) fn run_thread<F: Fabric>(shared: &Arc<Shared<F>>) {
             idle = if polled == 0 { idle.wrapping_add(1) } else { 0 };
             if idle % 64 == 1 || shared.is_stopping() {
                 driver.timers(shared);
-                let mut cx = Context::from_waker(Waker::noop());
-                if let Poll::Ready(event) = shared.fabric.poll_async_event(&mut cx) {
-                    driver.on_async_event(shared, event?)?;
-                }
+                take_async_events(shared, &mut driver)?;
             }
             Ok(())
         });
         drop(driver);
         if let Err(error) = step {
-            shared.on_device_lost(error);
+            shared.on_device_lost(&error);
             while !shared.driver_may_stop() {
                 shared.driver().timers(shared);
                 std::thread::sleep(QUIET_BEFORE_DESTROY / 4);

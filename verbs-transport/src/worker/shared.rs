@@ -4,7 +4,7 @@ use std::{
     collections::HashMap,
     future::Future,
     sync::{
-        Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock,
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, TryLockError,
         atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering},
     },
     time::Instant,
@@ -12,7 +12,11 @@ use std::{
 
 use crossbeam_queue::{ArrayQueue, SegQueue};
 use rand::{Rng, SeedableRng, rngs::StdRng};
-use tokio::{runtime::Handle, sync::Notify, task::AbortHandle};
+use tokio::{
+    runtime::Handle,
+    sync::{Notify, watch},
+    task::AbortHandle,
+};
 use verbs_bootstrap::{Exchange, Generation, Identity, InstanceId, Psn};
 
 use super::{
@@ -63,6 +67,8 @@ pub(crate) struct Shared<F: Fabric> {
     bare_tail: AtomicBool,
     inline_request: AtomicU32,
     driver_stop: AtomicBool,
+    device_lost: AtomicBool,
+    stop: watch::Sender<bool>,
 }
 
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -101,6 +107,8 @@ impl<F: Fabric> Shared<F> {
             bare_tail: AtomicBool::new(false),
             inline_request: AtomicU32::new(config.inline_request_bytes),
             driver_stop: AtomicBool::new(false),
+            device_lost: AtomicBool::new(false),
+            stop: watch::Sender::new(false),
             config,
             fabric,
         }
@@ -153,6 +161,15 @@ impl<F: Fabric> Shared<F> {
 
     pub(crate) fn try_driver(&self) -> Option<MutexGuard<'_, Driver<F>>> {
         self.driver.get().map(lock)
+    }
+
+    /// The driver, if nobody polls at this moment.
+    pub(crate) fn idle_driver(&self) -> Option<MutexGuard<'_, Driver<F>>> {
+        match self.driver.get()?.try_lock() {
+            Ok(driver) => Some(driver),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
     }
 
     pub(crate) fn find_peer(&self, id: InstanceId) -> Option<Arc<Peer<F>>> {
@@ -218,6 +235,15 @@ impl<F: Fabric> Shared<F> {
         assert!(self.send_slabs.push(slab).is_ok(), "the pool is as large as the slabs are many");
     }
 
+    /// A peer found the pool empty: it gets its turn when slabs come home.
+    pub(crate) fn starve(&self, peer: &Arc<Peer<F>>) {
+        self.starved.push(peer.clone());
+        if !self.send_slabs.is_empty() {
+            // Some came home between the look and the push, and the driver may be asleep already.
+            self.driver_wake.notify_one();
+        }
+    }
+
     pub(crate) fn retire(&self, retired: Retired<F>) {
         self.retired.push(retired);
         self.driver_wake.notify_one();
@@ -273,9 +299,25 @@ impl<F: Fabric> Shared<F> {
         }
     }
 
-    pub(crate) fn on_device_lost(&self, error: FabricError) {
+    /// Ends every connection, at the first of what may be many failures.
+    pub(crate) fn on_device_lost(&self, error: &FabricError) {
+        if self.device_lost.swap(true, Ordering::AcqRel) {
+            return;
+        }
         tracing::error!(%error, "the device is lost");
-        self.end_all(&Arc::new(EpochEnd::DeviceLost(Arc::new(error))));
+        self.end_all(&Arc::new(EpochEnd::DeviceLost(Arc::new(error.again()))));
+    }
+
+    /// Resolves when shutdown begins.
+    pub(crate) async fn stopping(&self) {
+        let mut stop = self.stop.subscribe();
+        // The sender lives as long as `self`.
+        let _ = stop.wait_for(|stop| *stop).await;
+    }
+
+    /// Wakes everything that waits in [`Shared::stopping`].
+    pub(crate) fn tell_stopping(&self) {
+        self.stop.send_replace(true);
     }
 
     pub(crate) fn stop_driver(&self) {

@@ -1,4 +1,4 @@
-//! Commands that run side by side in a session: input, output, the time that is theirs, and their ends.
+//! Commands that run side by side in a testbed: input, output, the time that is theirs, and their ends.
 
 use std::io::Read as _;
 use std::sync::mpsc::{SyncSender, channel};
@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
-use super::Session;
+use super::Testbed;
 use crate::error::{Context as _, Error};
 use crate::machine::Event;
 use crate::output::{Output, Stream};
@@ -42,7 +42,7 @@ pub(crate) enum Outcome {
     Abandoned,
 }
 
-impl Session {
+impl Testbed {
     /// Runs the jobs side by side to their ends. With `input`, our standard input goes to the first one.
     ///
     /// A time-out kills the commands, and the place stays usable; a crash or a hang is an error and it is not.
@@ -72,11 +72,7 @@ impl Session {
             let body = body.context(|| "encode a command".to_owned())?;
             self.send(host, Frame::new(Kind::Exec, self.next_channel, body));
             self.next_channel += 1;
-            runs.push(Running {
-                host,
-                has_terminal: spec.pty.is_some(),
-                outcome: None,
-            });
+            runs.push(Running { host, has_terminal: spec.pty.is_some(), outcome: None });
         }
         let input_to = runs.first().map_or(0, |run| run.host);
         let feeder = input.then(|| feed_standard_input(self.tell.clone()));
@@ -101,21 +97,14 @@ impl Session {
             let (host, frame) = match event {
                 Some(Event::Frame(host, frame)) => (host, frame),
                 Some(Event::Input(bytes)) => {
-                    let kind = if bytes.is_empty() {
-                        Kind::StdinEnd
-                    } else {
-                        Kind::Stdin
-                    };
+                    let kind = if bytes.is_empty() { Kind::StdinEnd } else { Kind::Stdin };
                     self.send(input_to, Frame::new(kind, first, bytes));
                     continue;
                 }
                 _ => continue,
             };
             // Frames of earlier commands, killed and late, have smaller channels.
-            let index = frame
-                .channel
-                .checked_sub(first)
-                .and_then(|index| usize::try_from(index).ok());
+            let index = frame.channel.checked_sub(first).and_then(|index| usize::try_from(index).ok());
             let Some(run) = index.and_then(|index| runs.get_mut(index)) else {
                 continue;
             };
@@ -139,15 +128,8 @@ impl Session {
     }
 
     fn kill(&mut self, runs: &[Running], first: u32) {
-        for (run, channel) in runs
-            .iter()
-            .zip(first..)
-            .filter(|(run, _)| run.outcome.is_none())
-        {
-            self.send(
-                run.host,
-                Frame::new(Kind::Signal, channel, Signal::KILL.as_raw().to_le_bytes()),
-            );
+        for (run, channel) in runs.iter().zip(first..).filter(|(run, _)| run.outcome.is_none()) {
+            self.send(run.host, Frame::new(Kind::Signal, channel, Signal::KILL.as_raw().to_le_bytes()));
         }
     }
 }
@@ -160,10 +142,7 @@ fn feed_standard_input(tell: SyncSender<Event>) -> std::sync::mpsc::Sender<()> {
         let mut chunk = vec![0; 32 << 10];
         loop {
             let n = std::io::stdin().read(&mut chunk).unwrap_or(0);
-            if tell.send(Event::Input(chunk[..n].to_vec())).is_err()
-                || n == 0
-                || more.recv().is_err()
-            {
+            if tell.send(Event::Input(chunk[..n].to_vec())).is_err() || n == 0 || more.recv().is_err() {
                 return;
             }
         }

@@ -40,7 +40,7 @@ enum Place {
 }
 
 /// The place. Dropping it ends the guests, or removes the device that was made, and what was temporary.
-pub(crate) struct Session {
+pub(crate) struct Testbed {
     place: Place,
     events: Receiver<Event>,
     tell: SyncSender<Event>,
@@ -57,7 +57,7 @@ pub(crate) struct Session {
     _dir: (TempDir, Registered),
 }
 
-impl Session {
+impl Testbed {
     /// Boots the guests.
     pub(crate) fn guests(plan: &boot::Plan) -> Result<Self, Error> {
         let (dir, registered) = registered_temporary()?;
@@ -90,11 +90,7 @@ impl Session {
             heard: vec![Instant::now()],
             via: local.via(),
             device: local.device().to_owned(),
-            place: Place::Here {
-                commands: Commands::new(out),
-                log: KernelLog::open_at_end().ok(),
-                _device: local,
-            },
+            place: Place::Here { commands: Commands::new(out), log: KernelLog::open_at_end().ok(), _device: local },
             events,
             tell,
             next_channel: 1,
@@ -127,18 +123,9 @@ impl Session {
         ];
         if self.hosts() == 2 {
             let address = crate::guest_device::pair_address;
-            env.push((
-                "SOFTROCE_ADDRESS".into(),
-                address(if host == 0 { 1 } else { 2 }).into(),
-            ));
-            env.push((
-                "SOFTROCE_PEER".into(),
-                address(if host == 0 { 2 } else { 1 }).into(),
-            ));
-            env.push((
-                "SOFTROCE_PEER_EXEC".into(),
-                format!("{}/peer-exec", crate::initramfs::RUN).into(),
-            ));
+            env.push(("SOFTROCE_ADDRESS".into(), address(if host == 0 { 1 } else { 2 }).into()));
+            env.push(("SOFTROCE_PEER".into(), address(if host == 0 { 2 } else { 1 }).into()));
+            env.push(("SOFTROCE_PEER_EXEC".into(), format!("{}/peer-exec", crate::initramfs::RUN).into()));
         }
         env
     }
@@ -148,9 +135,7 @@ impl Session {
         let mut waiting = 0;
         match &mut self.place {
             Place::Here { log, .. } => {
-                let lines = log
-                    .iter_mut()
-                    .flat_map(|log| std::iter::from_fn(|| log.next()));
+                let lines = log.iter_mut().flat_map(|log| std::iter::from_fn(|| log.next()));
                 self.kernel_log.extend(lines);
             }
             Place::Guests(machines) => {
@@ -209,11 +194,7 @@ impl Session {
                 if self.verbose {
                     eprintln!("console {}: {line}", host + 1);
                 }
-                if is_crash(&line) {
-                    Err(self.lost(host))
-                } else {
-                    Ok(None)
-                }
+                if is_crash(&line) { Err(self.lost(host)) } else { Ok(None) }
             }
             Event::Closed(host) => Err(self.lost(host)),
             input @ Event::Input(_) => Ok(Some(input)),
@@ -227,10 +208,7 @@ impl Session {
         } else if frame.kind == Kind::Exec {
             let why = "cargo softroce: there is no second host; use --hosts 2\n";
             self.send(from, Frame::new(Kind::Stderr, frame.channel, why));
-            self.send(
-                from,
-                Frame::new(Kind::Exit, frame.channel, 125_i32.to_le_bytes()),
-            );
+            self.send(from, Frame::new(Kind::Exit, frame.channel, 125_i32.to_le_bytes()));
         }
     }
 
@@ -238,22 +216,14 @@ impl Session {
         if matches!(self.place, Place::Here { .. }) {
             return Ok(None);
         }
-        match self
-            .heard
-            .iter()
-            .position(|heard| heard.elapsed() > SILENCE)
-        {
+        match self.heard.iter().position(|heard| heard.elapsed() > SILENCE) {
             Some(host) => Err(self.hung(host, SILENCE)),
             None => Ok(None),
         }
     }
 
     fn host_name(&self, host: usize) -> String {
-        if self.hosts() == 1 {
-            "the guest".to_owned()
-        } else {
-            format!("host {}", host + 1)
-        }
+        if self.hosts() == 1 { "the guest".to_owned() } else { format!("host {}", host + 1) }
     }
 
     fn hung(&mut self, index: usize, silent: Duration) -> Error {
@@ -262,11 +232,7 @@ impl Session {
             Place::Guests(machines) => machines[index].console.tail(),
             Place::Here { .. } => "    (this host; see dmesg)".to_owned(),
         };
-        Error::Hung {
-            host,
-            seconds: silent.as_secs(),
-            console,
-        }
+        Error::Hung { host, seconds: silent.as_secs(), console }
     }
 
     /// The error for a guest whose kernel has crashed or whose QEMU is ending.
@@ -277,16 +243,13 @@ impl Session {
         };
         let ended = machines[index].last_words(&self.events);
         if machines[index].console.shows_crash() {
-            return Error::Crashed {
-                host,
-                console: machines[index].console.tail(),
-            };
+            return Error::Crashed { host, console: machines[index].console.tail() };
         }
         ended
     }
 }
 
-impl Drop for Session {
+impl Drop for Testbed {
     fn drop(&mut self) {
         if let Place::Here { commands, .. } = &mut self.place {
             for (signal, wait) in [(Signal::TERM, 300), (Signal::KILL, 50)] {
@@ -308,13 +271,7 @@ fn registered_temporary() -> Result<(TempDir, Registered), Error> {
 pub(crate) fn temporary() -> Result<TempDir, Error> {
     const PATH_MAX_BYTES: usize = 80;
     let base = std::env::temp_dir();
-    let base = if base.as_os_str().as_bytes().len() < PATH_MAX_BYTES - 20 {
-        base
-    } else {
-        "/tmp".into()
-    };
-    let dir = tempfile::Builder::new()
-        .prefix("softroce-")
-        .tempdir_in(&base);
+    let base = if base.as_os_str().as_bytes().len() < PATH_MAX_BYTES - 20 { base } else { "/tmp".into() };
+    let dir = tempfile::Builder::new().prefix("softroce-").tempdir_in(&base);
     dir.context(|| format!("create a directory in {}", base.display()))
 }
