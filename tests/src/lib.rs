@@ -1,4 +1,4 @@
-//! Scenario suites. Each scenario is written once, against a [`Lab`], and runs on the simulated fabric in fake time
+//! Scenario suites. Each scenario is written once, against a [`Lab`](lab::Lab), and runs on the simulated fabric in fake time
 //! and on Soft-RoCE in real time.
 //!
 //! | module | holds |

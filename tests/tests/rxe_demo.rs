@@ -59,7 +59,8 @@ fn the_demos_json_holds_what_was_measured() {
     assert_eq!(sizes.len(), 7, "{end}");
     assert_eq!((sends(0), sends(2), sends(3)), ((Some(1), Some(0)), (Some(1), Some(0)), (Some(0), Some(1))), "inline");
     assert_eq!(sends(4), (Some(0), Some(1)), "one slab");
-    assert_eq!(number(&sizes[5]["sends_inline"]) + number(&sizes[5]["sends_copied"]), 2.0, "one byte more");
+    // The second SEND carries one byte: inline where the device grants any.
+    assert!(matches!(sends(5), (Some(1), Some(1)) | (Some(0), Some(2))), "one byte more: {end}");
     assert_eq!((sizes[0]["bytes"].as_u64(), sizes[6]["bytes"].as_u64()), (Some(0), Some(1 << 20)));
 
     let latency = &report["latency"];

@@ -42,6 +42,10 @@ pub(crate) enum Op {
     Bye = 7,
 }
 
+impl Op {
+    const ALL: [Self; 7] = [Self::Introduce, Self::Echo, Self::Flood, Self::Item, Self::Tally, Self::Counts, Self::Bye];
+}
+
 /// A decoded header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Header {
@@ -63,8 +67,7 @@ impl Header {
 
     fn decode(bytes: &[u8]) -> Option<Self> {
         let bytes: &[u8; HEADER_BYTES] = bytes.try_into().ok()?;
-        const OPS: [Op; 7] = [Op::Introduce, Op::Echo, Op::Flood, Op::Item, Op::Tally, Op::Counts, Op::Bye];
-        let op = OPS.into_iter().find(|op| *op as u8 == bytes[0])?;
+        let op = Op::ALL.into_iter().find(|op| *op as u8 == bytes[0])?;
         let word = |at: usize| bytes[at..at + 8].try_into().map(u64::from_be_bytes).ok();
         let crc = bytes[4..8].try_into().map(u32::from_be_bytes).ok()?;
         Some(Self { op, crc, seq: word(8)?, arg: word(16)? })
