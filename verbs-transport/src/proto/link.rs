@@ -291,6 +291,12 @@ impl Link {
         self.sends.has_bare_tail()
     }
 
+    /// The oldest WR in flight and the next to be posted: unchanged means that nothing moves.
+    pub fn tail(&self) -> Option<(WrSeq, WrSeq)> {
+        let next = self.sends.next_seq();
+        (!self.sends.is_empty()).then(|| (WrSeq(next.0 - u64::from(self.sends.len())), next))
+    }
+
     /// Whether the first frame of the waiting queue is partly posted.
     pub const fn is_mid_frame(&self) -> bool {
         self.cursor > 0

@@ -31,6 +31,10 @@ use crate::{
 /// loses it when the QP is destroyed at once.
 pub(crate) const QUIET_BEFORE_DESTROY: Duration = Duration::from_millis(20);
 
+/// Looks at WRs that do not move before the device is asked whether their QP lives: 16 `tail_probe_after`s, 160 ms by
+/// default, so that only a stuck connection costs the system call.
+const LOOKS_BEFORE_QUERY: u32 = 16;
+
 /// A frame copied out of its slab, waiting for the end of the batch.
 struct Delivery {
     peer: InstanceId,
@@ -473,20 +477,25 @@ impl<F: Fabric> Shared<F> {
         }
     }
 
-    /// Covers WRs behind which nothing signaled came for a while.
+    /// Covers WRs behind which nothing signaled came for a while, and asks the device about QPs whose WRs do not end.
     fn check_tails(self: &Arc<Self>, effects: &mut Effects) {
         self.take_bare_tail_note();
         let mut again = false;
         for peer in self.all_peers() {
             let mut state = peer.lock();
-            let Some(Epoch { link: Some(link), tail_seen, .. }) = &mut state.epoch else { continue };
-            if !link.has_bare_tail() {
+            let Some(Epoch { link: Some(link), tail_seen, qp, generation, .. }) = &mut state.epoch else { continue };
+            let Some(tail) = link.tail() else {
                 *tail_seen = None;
                 continue;
-            }
+            };
             again = true;
-            let at = link.next_seq();
-            if tail_seen.replace(at) == Some(at) {
+            let looks = tail_seen.take_if(|(seen, _)| *seen == tail).map_or(0, |(_, looks)| looks + 1);
+            *tail_seen = Some((tail, looks));
+            if looks > 0 && looks % LOOKS_BEFORE_QUERY == 0 && qp.is_rts().is_ok_and(|rts| !rts) {
+                // It fell to ERR, and neither a flush nor an event has come.
+                let generation = *generation;
+                peer.end_epoch(&mut state, self, generation, &Arc::new(EpochEnd::QpFatal), effects);
+            } else if looks > 0 && link.has_bare_tail() {
                 self.counters.tail_probes.add(1);
                 link.request_ping();
                 peer.pump(&mut state, self, effects);

@@ -69,8 +69,8 @@ pub(crate) struct Epoch<F: Fabric> {
     pub(crate) lives_open: usize,
     /// The exchange and the waiters know that the connection is proven.
     pub(crate) proof_told: bool,
-    /// Where the send queue stood when the driver last looked at its bare tail.
-    pub(crate) tail_seen: Option<WrSeq>,
+    /// Where the send queue stood when the driver last looked at its tail, and how often it stood there before.
+    pub(crate) tail_seen: Option<((WrSeq, WrSeq), u32)>,
 }
 
 /// An epoch on its way out: the driver waits for its flush, then destroys the QP.
@@ -235,7 +235,7 @@ impl<F: Fabric> Peer<F> {
                 _ => break,
             }
         }
-        if link.has_bare_tail() {
+        if link.tail().is_some() {
             shared.note_bare_tail();
         }
     }

@@ -253,7 +253,8 @@ impl<F: Fabric> Shared<F> {
         self.backlog.is_withholding()
     }
 
-    /// WRs are in flight that nothing signaled follows: the driver shall look after a while.
+    /// WRs are in flight: the driver shall look after a while whether they move, and whether a signaled one covers
+    /// them.
     pub(crate) fn note_bare_tail(&self) {
         if !self.bare_tail.swap(true, Ordering::AcqRel) {
             self.driver_wake.notify_one();
