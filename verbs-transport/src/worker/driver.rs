@@ -485,6 +485,7 @@ impl<F: Fabric> Shared<F> {
         let mut again = false;
         for peer in self.all_peers() {
             let mut state = peer.lock();
+            state.trim();
             let Some(Epoch { link: Some(link), tail_seen, qp, generation, .. }) = &mut state.epoch else { continue };
             let Some(tail) = link.tail() else {
                 *tail_seen = None;

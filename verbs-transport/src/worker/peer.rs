@@ -351,7 +351,20 @@ impl<F: Fabric> Shared<F> {
     }
 }
 
+/// Frames that an idle peer's channel and gate keep room for; what a burst took beyond it is given back.
+const IDLE_FRAMES: usize = 16;
+
 impl<F: Fabric> PeerState<F> {
+    /// Gives back the memory of a burst that is over.
+    pub(crate) fn trim(&mut self) {
+        if self.queue.is_empty() && self.queue.capacity() > IDLE_FRAMES {
+            self.queue.shrink_to(IDLE_FRAMES);
+        }
+        if self.gate.is_empty() && self.gate.capacity() > IDLE_FRAMES {
+            self.gate.shrink_to(IDLE_FRAMES);
+        }
+    }
+
     /// Fails the admissions of frames in the gate above `max` bytes.
     pub(crate) fn fail_oversized_in_gate(&mut self, max: usize, effects: &mut Effects) {
         let mut at = 0;
