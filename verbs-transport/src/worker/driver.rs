@@ -159,10 +159,11 @@ impl<F: Fabric> Driver<F> {
         // Also when the device is lost meanwhile: these frames have arrived.
         self.deliver(shared, effects);
         reposted?;
-        shared.feed_starved(effects);
         if !self.retired.is_empty() || !shared.retired.is_empty() {
             self.sweep_retired(shared, effects);
         }
+        // After all that may bring slabs home.
+        shared.feed_starved(effects);
         let (_, changed) = shared.backlog.update();
         if changed {
             shared.pump_all(effects);
@@ -416,6 +417,7 @@ impl<F: Fabric> Driver<F> {
         let mut effects = Effects::default();
         if !self.retired.is_empty() || !shared.retired.is_empty() {
             self.sweep_retired(shared, &mut effects);
+            shared.feed_starved(&mut effects);
         }
         let now = shared.now();
         match self.look_due {

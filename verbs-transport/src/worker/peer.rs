@@ -80,8 +80,8 @@ pub(crate) struct Epoch<F: Fabric> {
     pub(crate) proof_told: bool,
     /// Where the send queue stood when the driver last looked at its bare tail.
     pub(crate) tail_seen: Option<WrSeq>,
-    /// How far the connection had come, and when it came there.
-    pub(crate) moved: Option<(LinkMark, Instant)>,
+    /// How far the connection had come, since when it has stood there, and how often the device was asked since.
+    pub(crate) moved: Option<(LinkMark, Instant, u32)>,
     /// PINGs answered; closed when the epoch ends.
     pub(crate) pongs: watch::Sender<u64>,
 }
