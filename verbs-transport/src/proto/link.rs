@@ -478,7 +478,9 @@ impl Link {
         let header = match FrameHeader::decode(head) {
             Ok(header) => header,
             Err(malformed) => {
-                self.rx.on_receive()?;
+                if !FrameHeader::is_of_reserve(malformed) {
+                    self.rx.on_receive()?;
+                }
                 return Err(self.malformed(malformed));
             }
         };
@@ -503,16 +505,25 @@ impl Link {
             return Err(self.malformed(Malformed::Body { kind, body }));
         }
         match header.kind {
+            // A peer sends the next PING when it has our PONG. Frames of one QP come once and in order, so a second one
+            // is no accident.
+            FrameKind::Ping if self.pong_due.is_some() => return Err(self.malformed(Malformed::Unexpected { kind })),
             FrameKind::Ping => self.pong_due = Some(header.word),
             FrameKind::Pong => {
-                // A token that nobody waits for is stale: not an error.
-                if let Some(ping) = self.ping.take_if(|ping| ping.token == header.word) {
-                    self.proven = true;
-                    self.counts.pongs += 1;
-                    return Ok(Incoming::Pong { sent_at: ping.sent_at });
-                }
+                let Some(ping) = self.ping.take_if(|ping| ping.token == header.word) else {
+                    return Err(self.malformed(Malformed::Unexpected { kind }));
+                };
+                self.proven = true;
+                self.counts.pongs += 1;
+                return Ok(Incoming::Pong { sent_at: ping.sent_at });
             }
-            _ => self.counts.pure_grants_received += 1,
+            _ => {
+                let least = RxCredits::pure_grant_min(self.limits.tx_window);
+                if u16::from(header.credits) < least {
+                    return Err(self.malformed(Malformed::SmallGrant { credits: header.credits, least }));
+                }
+                self.counts.pure_grants_received += 1;
+            }
         }
         Ok(Incoming::Control)
     }
