@@ -440,9 +440,11 @@ impl Link {
                 }
             };
             let head = self.header(kind, false, false, word);
-            // A PING is signaled: it is also what covers a bare tail. So is whatever takes a scarce slab: were the last
+            // A PING is signaled: it is also what covers a bare tail. So is a PONG, or it would be a bare tail itself,
+            // which a PING covers, which a PONG answers, without end. So is whatever takes a scarce slab: were the last
             // ones held by unsignaled grants, no PING could go out to bring them home.
-            let force_signal = matches!(kind, FrameKind::Ping) || (slab.is_some() && out.slabs_scarce());
+            let answers = matches!(kind, FrameKind::Ping | FrameKind::Pong);
+            let force_signal = answers || (slab.is_some() && out.slabs_scarce());
             let (seq, signaled) = (self.sends.next_seq(), self.sends.will_signal(force_signal));
             let slab = match slab {
                 None => {
