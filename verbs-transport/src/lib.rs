@@ -94,9 +94,9 @@ pub use proto::{
 pub use transport::{BoxFuture, Transport};
 pub use verbs_bootstrap::{Gid, GidType, InstanceId, Mtu, PortIdentity, Secret, TcpConfig, TcpNet, WorkerAddress};
 pub use worker::{
-    Admission, AdmissionError, AdmissionState, Borrowed, Config, ConfigError, ConnectError, EpochEnd, FlowStats,
-    Handler, Inbound, PeerDescription, Progress, Received, RegisterError, SendError, SendOutcome, StartError, Stats,
-    Stream, Worker,
+    Admission, AdmissionError, AdmissionState, Borrowed, Config, ConfigError, ConnectError, DrainFlag, DrainPolicy,
+    EpochEnd, FlowStats, Handler, HealthError, InFlightGuard, Inbound, PeerDescription, Progress, Received,
+    RegisterError, SendError, SendOutcome, StartError, Stats, Stream, Worker,
 };
 
 /// The README's example is compiled and run.

@@ -195,14 +195,14 @@ impl Ledger {
         self.books().broken.clone()
     }
 
-    /// Frames without an end, in words.
-    pub fn open(&self) -> Vec<String> {
+    /// Frames without an end: whose, and in words.
+    pub fn open(&self) -> Vec<(Run, String)> {
         let books = self.books();
         let mut open = Vec::new();
         for (lane, fates) in &books.lanes {
             for (number, fate) in fates.iter().enumerate() {
                 if fate.delivered + fate.reported + fate.refused == 0 && !fate.excused {
-                    open.push(format!("frame {number} of run {} to {}", lane.0, lane.1));
+                    open.push((lane.0, format!("frame {number} of run {} to {}", lane.0, lane.1)));
                 }
             }
         }

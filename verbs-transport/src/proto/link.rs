@@ -170,14 +170,27 @@ pub struct LinkCounts {
     pub pure_grants: u64,
     /// Pure grants received.
     pub pure_grants_received: u64,
+    /// SENDs of any kind received.
+    pub received: u64,
     /// PINGs sent.
     pub pings: u64,
+    /// PINGs answered.
+    pub pongs: u64,
     /// Credits received from the peer.
     pub credits_received: u64,
     /// Times that a frame had to wait because the window was spent.
     pub credit_stalls: u64,
     /// Malformed frames from the peer.
     pub malformed: u64,
+}
+
+/// How far a connection has come; see [`Link::mark`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LinkMark {
+    next: WrSeq,
+    in_flight: u32,
+    credits: u64,
+    pongs: u64,
 }
 
 /// One connection. See the module's text.
@@ -279,6 +292,27 @@ impl Link {
     /// Asks for a PING, unless one is under way: its answer serves all who wait.
     pub fn request_ping(&mut self) {
         self.ping_due |= self.ping.is_none();
+    }
+
+    /// Whether a PING is wanted or under way.
+    pub const fn is_pinging(&self) -> bool {
+        self.ping_due || self.ping.is_some()
+    }
+
+    /// How far this connection has come: the same value twice means that nothing was posted, covered or granted, and
+    /// no PING answered, in between.
+    pub fn mark(&self) -> LinkMark {
+        LinkMark {
+            next: self.sends.next_seq(),
+            in_flight: self.sends.len(),
+            credits: self.counts.credits_received,
+            pongs: self.counts.pongs,
+        }
+    }
+
+    /// Whether the peer owes anything: a completion, or the answer to a PING.
+    pub fn is_settled(&self) -> bool {
+        self.sends.is_empty() && !self.is_pinging()
     }
 
     /// Holds grants back (`true`) while the receiver cannot keep up, or gives them again.
@@ -408,9 +442,11 @@ impl Link {
                 }
             };
             let head = self.header(kind, false, false, word);
-            // A PING is signaled: it is also what covers a bare tail. So is whatever takes a scarce slab: were the last
+            // A PING is signaled: it is also what covers a bare tail. So is a PONG, or it would be a bare tail itself,
+            // which a PING covers, which a PONG answers, without end. So is whatever takes a scarce slab: were the last
             // ones held by unsignaled grants, no PING could go out to bring them home.
-            let force_signal = matches!(kind, FrameKind::Ping) || (slab.is_some() && out.slabs_scarce());
+            let answers = matches!(kind, FrameKind::Ping | FrameKind::Pong);
+            let force_signal = answers || (slab.is_some() && out.slabs_scarce());
             let (seq, signaled) = (self.sends.next_seq(), self.sends.will_signal(force_signal));
             let slab = match slab {
                 None => {
@@ -438,6 +474,7 @@ impl Link {
     /// [`LinkError`]: the peer broke the protocol. The slab goes back in any case; a data frame's credit too.
     pub fn on_receive(&mut self, head: [u8; HEADER_BYTES], bytes: u32) -> Result<Incoming, LinkError> {
         self.held = false;
+        self.counts.received += 1;
         self.proven |= self.proof_by_receive;
         if bytes < HEADER_BYTES_U32 {
             self.rx.on_receive()?;
@@ -446,7 +483,9 @@ impl Link {
         let header = match FrameHeader::decode(head) {
             Ok(header) => header,
             Err(malformed) => {
-                self.rx.on_receive()?;
+                if !FrameHeader::is_of_reserve(malformed) {
+                    self.rx.on_receive()?;
+                }
                 return Err(self.malformed(malformed));
             }
         };
@@ -471,15 +510,25 @@ impl Link {
             return Err(self.malformed(Malformed::Body { kind, body }));
         }
         match header.kind {
+            // A peer sends the next PING when it has our PONG. Frames of one QP come once and in order, so a second one
+            // is no accident.
+            FrameKind::Ping if self.pong_due.is_some() => return Err(self.malformed(Malformed::Unexpected { kind })),
             FrameKind::Ping => self.pong_due = Some(header.word),
             FrameKind::Pong => {
-                // A token that nobody waits for is stale: not an error.
-                if let Some(ping) = self.ping.take_if(|ping| ping.token == header.word) {
-                    self.proven = true;
-                    return Ok(Incoming::Pong { sent_at: ping.sent_at });
-                }
+                let Some(ping) = self.ping.take_if(|ping| ping.token == header.word) else {
+                    return Err(self.malformed(Malformed::Unexpected { kind }));
+                };
+                self.proven = true;
+                self.counts.pongs += 1;
+                return Ok(Incoming::Pong { sent_at: ping.sent_at });
             }
-            _ => self.counts.pure_grants_received += 1,
+            _ => {
+                let least = RxCredits::pure_grant_min(self.limits.tx_window);
+                if u16::from(header.credits) < least {
+                    return Err(self.malformed(Malformed::SmallGrant { credits: header.credits, least }));
+                }
+                self.counts.pure_grants_received += 1;
+            }
         }
         Ok(Incoming::Control)
     }

@@ -24,12 +24,15 @@ use super::{
     driver::Driver,
     error::EpochEnd,
     inbound::Backlog,
-    peer::{Effects, Peer, Retired},
+    peer::{Effects, Peer, PeerState, Retired},
     stats::Counters,
 };
 use crate::{
     fabric::{Fabric, FabricError, SendSlab},
-    proto::{link::LinkCounts, receive_share::ReceiveShares},
+    proto::{
+        link::{LinkCounts, SendErrorHandler},
+        receive_share::ReceiveShares,
+    },
 };
 
 /// The life of a worker: it only goes forward.
@@ -64,11 +67,14 @@ pub(crate) struct Shared<F: Fabric> {
     runtime: OnceLock<Handle>,
     rng: Mutex<StdRng>,
     life: AtomicU8,
-    bare_tail: AtomicBool,
+    unsettled: AtomicBool,
     inline_request: AtomicU32,
     driver_stop: AtomicBool,
     device_lost: AtomicBool,
     stop: watch::Sender<bool>,
+    draining: AtomicBool,
+    /// Who hears of echoes that fail: nobody. Made once.
+    pub(crate) nobody: OnceLock<Arc<dyn SendErrorHandler>>,
 }
 
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -104,11 +110,13 @@ impl<F: Fabric> Shared<F> {
             runtime: OnceLock::new(),
             rng: Mutex::new(rng),
             life: AtomicU8::new(Life::New as u8),
-            bare_tail: AtomicBool::new(false),
+            unsettled: AtomicBool::new(false),
             inline_request: AtomicU32::new(config.inline_request_bytes),
             driver_stop: AtomicBool::new(false),
             device_lost: AtomicBool::new(false),
             stop: watch::Sender::new(false),
+            draining: AtomicBool::new(false),
+            nobody: OnceLock::new(),
             config,
             fabric,
         }
@@ -186,6 +194,35 @@ impl<F: Fabric> Shared<F> {
         peers.entry(id).or_insert_with(new).clone()
     }
 
+    /// Runs `f` on a peer under its lock; makes the peer if it is not known.
+    pub(crate) fn with_peer<R>(&self, id: InstanceId, f: impl FnOnce(&Arc<Peer<F>>, &mut PeerState<F>) -> R) -> R {
+        loop {
+            let peer = self.peer_or_new(id);
+            let mut state = peer.lock();
+            // One that was forgotten between the look-up and the lock is on its way out of the map.
+            if !state.forgotten {
+                return f(&peer, &mut state);
+            }
+            drop(state);
+            std::thread::yield_now();
+        }
+    }
+
+    /// Forgets a peer that nobody registered and that has no connection: else each run of a peer with a fresh name
+    /// would leave something behind.
+    pub(crate) fn forget_stranger(&self, id: InstanceId) {
+        let Some(peer) = self.find_peer(id) else { return };
+        {
+            let mut state = peer.lock();
+            let idle = state.epoch.is_none() && state.exchange.generation().is_none() && !state.has_waiting();
+            if state.forgotten || state.address.is_some() || state.dialer || !idle {
+                return;
+            }
+            state.forgotten = true;
+        }
+        self.peers.write().unwrap_or_else(PoisonError::into_inner).remove(&id);
+    }
+
     /// All peers, in the order of their names, so that simulation is reproducible.
     pub(crate) fn all_peers(&self) -> Vec<Arc<Peer<F>>> {
         let mut peers: Vec<_> = self.peers.read().unwrap_or_else(PoisonError::into_inner).values().cloned().collect();
@@ -253,24 +290,24 @@ impl<F: Fabric> Shared<F> {
         self.backlog.is_withholding()
     }
 
-    /// WRs are in flight that nothing signaled follows: the driver shall look after a while.
-    pub(crate) fn note_bare_tail(&self) {
-        if !self.bare_tail.swap(true, Ordering::AcqRel) {
+    /// A peer owes something, or frames wait for it: the driver shall look after it until that has changed.
+    pub(crate) fn note_unsettled(&self) {
+        if !self.has_unsettled_note() && !self.unsettled.swap(true, Ordering::AcqRel) {
             self.driver_wake.notify_one();
         }
     }
 
     /// The same, by the driver itself.
-    pub(crate) fn note_bare_tail_quietly(&self) {
-        self.bare_tail.store(true, Ordering::Release);
+    pub(crate) fn note_unsettled_quietly(&self) {
+        self.unsettled.store(true, Ordering::Release);
     }
 
-    pub(crate) fn take_bare_tail_note(&self) {
-        self.bare_tail.store(false, Ordering::Release);
+    pub(crate) fn take_unsettled_note(&self) {
+        self.unsettled.store(false, Ordering::Release);
     }
 
-    pub(crate) fn has_bare_tail_note(&self) -> bool {
-        self.bare_tail.load(Ordering::Acquire)
+    pub(crate) fn has_unsettled_note(&self) -> bool {
+        self.unsettled.load(Ordering::Acquire)
     }
 
     /// A quarter of the SRQ gone is normal; an eighth left is not.
@@ -306,6 +343,11 @@ impl<F: Fabric> Shared<F> {
         }
         tracing::error!(%error, "the device is lost");
         self.end_all(&Arc::new(EpochEnd::DeviceLost(Arc::new(error.again()))));
+    }
+
+    /// Notes that the application drains; whether that is news.
+    pub(crate) fn note_drain(&self) -> bool {
+        !self.draining.swap(true, Ordering::AcqRel)
     }
 
     /// Resolves when shutdown begins.
