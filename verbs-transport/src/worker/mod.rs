@@ -44,7 +44,7 @@ use self::{
     driver::Driver,
     error::cannot_meet,
     inbound::Sink,
-    peer::{Effects, Peer, report},
+    peer::Effects,
     shared::{Life, Shared, lock},
 };
 use crate::{
@@ -289,9 +289,11 @@ impl<F: Fabric> Worker<F> {
             let mut state = peer.lock();
             let known = state.address.take().is_some();
             if known {
+                // Also what is queued before an epoch has begun.
                 if let Some(generation) = state.exchange.generation() {
-                    peer.end_epoch(&mut state, shared, generation, &Arc::new(EpochEnd::Unregistered), &mut effects);
+                    state.exchange.on_epoch_end(generation, shared.now());
                 }
+                peer.end_unbound(&mut state, shared, &Arc::new(EpochEnd::Unregistered), &mut effects);
             }
             known
         };
@@ -332,42 +334,14 @@ impl<F: Fabric> Worker<F> {
     ) -> SendOutcome {
         let shared = self.shared();
         let frame = Frame { kind, header, payload, on_error };
-        match self.check(peer, &frame) {
-            Ok(peer) => {
-                shared.counters.sent.add(kind, frame.body_bytes());
-                peer.send(shared, frame)
-            }
-            Err(error) => {
-                shared.counters.rejected.add(1);
-                report(frame, error);
-                SendOutcome::Admitted
-            }
+        if shared.life() == Life::New {
+            return shared.reject(frame, SendError::NotStarted);
         }
-    }
-
-    fn check(&self, id: InstanceId, frame: &Frame) -> Result<Arc<Peer<F>>, SendError> {
-        let shared = self.shared();
-        match shared.life() {
-            Life::New => return Err(SendError::NotStarted),
-            Life::Running => {}
-            Life::Stopping | Life::Stopped => return Err(SendError::ShuttingDown),
+        match shared.find_peer(peer) {
+            Some(peer) => peer.send(shared, frame),
+            None if shared.is_stopping() => shared.reject(frame, SendError::ShuttingDown),
+            None => shared.reject(frame, SendError::PeerNotRegistered { peer }),
         }
-        let not_registered = SendError::PeerNotRegistered { peer: id };
-        let peer = shared.find_peer(id).ok_or(not_registered.clone())?;
-        let (registered, max) = {
-            let state = peer.lock();
-            let remote = state.epoch.as_ref().and_then(|epoch| epoch.remote.as_ref());
-            let theirs = remote.map_or(u32::MAX, |remote| remote.eager_max_bytes);
-            (state.address.is_some(), theirs.min(shared.config.eager_max_bytes) as usize)
-        };
-        if !registered {
-            return Err(not_registered);
-        }
-        let bytes = frame.body_bytes();
-        if bytes > max {
-            return Err(SendError::TooLarge { bytes, max });
-        }
-        Ok(peer)
     }
 
     /// Largest frame to this peer in bytes, header and payload together; `None` while its limit is unknown.
