@@ -15,7 +15,7 @@ pub use proto::{
 };
 pub use transport::{BoxFuture, Transport};
 pub use worker::{
-    Admission, AdmissionError, AdmissionState, Borrowed, Config, ConfigError, ConnectError, EpochEnd, FlowStats,
-    Handler, Inbound, PeerDescription, Progress, Received, RegisterError, SendError, SendOutcome, StartError, Stats,
-    Stream, Worker,
+    Admission, AdmissionError, AdmissionState, Borrowed, Config, ConfigError, ConnectError, DrainFlag, DrainPolicy,
+    EpochEnd, FlowStats, Handler, HealthError, InFlightGuard, Inbound, PeerDescription, Progress, Received,
+    RegisterError, SendError, SendOutcome, StartError, Stats, Stream, Worker,
 };

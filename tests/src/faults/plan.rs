@@ -4,7 +4,11 @@ use std::{net::SocketAddr, time::Duration};
 
 use fastrand::Rng;
 use verbs_bootstrap::{Backoff, InstanceId, Mtu};
-use verbs_transport::{Config, Progress, fabric::{QpTimers, SlabSizes}, sim::{Faults, HostConfig}};
+use verbs_transport::{
+    Config, Progress,
+    fabric::{QpTimers, SlabSizes},
+    sim::{Faults, HostConfig},
+};
 
 use crate::lab::SimLab;
 
@@ -108,7 +112,12 @@ pub fn worker(rng: &mut Rng, plan: &Plan, mood: Mood, n: u32) -> (Config, HostCo
         flush_deadline: millis(rng, 100..=1000),
         tail_probe_after: millis(rng, 1..=20),
         backoff: Backoff { first: millis(rng, 10..=50), max: millis(rng, 100..=1000) },
-        timers: QpTimers { ack_timeout_code: rng.u8(12..=16), retry_cnt: rng.u8(3..=6), rnr_retry: 7, min_rnr_timer_code: rng.u8(1..=6) },
+        timers: QpTimers {
+            ack_timeout_code: rng.u8(12..=16),
+            retry_cnt: rng.u8(3..=6),
+            rnr_retry: 7,
+            min_rnr_timer_code: rng.u8(1..=6),
+        },
         ..Config::default()
     };
     (config, host, if rng.u8(..3) == 0 { Taking::Handler } else { Taking::Streams })

@@ -2,6 +2,7 @@
 
 pub mod basic;
 pub mod credits;
+pub mod life;
 
 /// Makes one `#[test]` of each scenario of [`basic`] and [`credits`]. `$run` takes a scenario and runs it.
 #[macro_export]
@@ -49,6 +50,20 @@ macro_rules! messaging_suite {
                 flooding_without_reading,
                 crossed_first_sends,
                 concurrent_small_sends_fit_any_send_queue,
+            ]
+        );
+        $crate::suite!(
+            $run,
+            $crate::scenarios::life,
+            [
+                mt_17_and_23_drain_turns_requests_away,
+                mt_18_and_19_drain_takes_everything_else,
+                mt_20_health_during_drain,
+                mt_22_death_of_an_epoch,
+                mt_24_lifecycle_of_a_drain,
+                mt_25_own_sends_during_drain,
+                mt_27_health,
+                an_admission_ends_at_its_deadline,
             ]
         );
     };

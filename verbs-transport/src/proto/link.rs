@@ -172,12 +172,23 @@ pub struct LinkCounts {
     pub pure_grants_received: u64,
     /// PINGs sent.
     pub pings: u64,
+    /// PINGs answered.
+    pub pongs: u64,
     /// Credits received from the peer.
     pub credits_received: u64,
     /// Times that a frame had to wait because the window was spent.
     pub credit_stalls: u64,
     /// Malformed frames from the peer.
     pub malformed: u64,
+}
+
+/// How far a connection has come; see [`Link::mark`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LinkMark {
+    next: WrSeq,
+    in_flight: u32,
+    credits: u64,
+    pongs: u64,
 }
 
 /// One connection. See the module's text.
@@ -281,6 +292,27 @@ impl Link {
         self.ping_due |= self.ping.is_none();
     }
 
+    /// Whether a PING is wanted or under way.
+    pub const fn is_pinging(&self) -> bool {
+        self.ping_due || self.ping.is_some()
+    }
+
+    /// How far this connection has come: the same value twice means that nothing was posted, covered or granted, and
+    /// no PING answered, in between.
+    pub fn mark(&self) -> LinkMark {
+        LinkMark {
+            next: self.sends.next_seq(),
+            in_flight: self.sends.len(),
+            credits: self.counts.credits_received,
+            pongs: self.counts.pongs,
+        }
+    }
+
+    /// Whether the peer owes anything: a completion, or the answer to a PING.
+    pub fn is_settled(&self) -> bool {
+        self.sends.is_empty() && !self.is_pinging()
+    }
+
     /// Holds grants back (`true`) while the receiver cannot keep up, or gives them again.
     pub fn set_withhold(&mut self, withhold: bool) {
         self.withhold = withhold;
@@ -289,12 +321,6 @@ impl Link {
     /// WRs in flight that nothing will cover unless something signaled is posted behind them.
     pub fn has_bare_tail(&self) -> bool {
         self.sends.has_bare_tail()
-    }
-
-    /// The oldest WR in flight and the next to be posted: unchanged means that nothing moves.
-    pub fn tail(&self) -> Option<(WrSeq, WrSeq)> {
-        let next = self.sends.next_seq();
-        (!self.sends.is_empty()).then(|| (WrSeq(next.0 - u64::from(self.sends.len())), next))
     }
 
     /// Whether the first frame of the waiting queue is partly posted.
@@ -482,6 +508,7 @@ impl Link {
                 // A token that nobody waits for is stale: not an error.
                 if let Some(ping) = self.ping.take_if(|ping| ping.token == header.word) {
                     self.proven = true;
+                    self.counts.pongs += 1;
                     return Ok(Incoming::Pong { sent_at: ping.sent_at });
                 }
             }

@@ -36,6 +36,13 @@ pub enum AdmissionError {
         /// The smaller of both sides' limits.
         max: usize,
     },
+    /// It waited for as long as `admission_deadline` allows: the peer takes frames slower than they are sent, or not
+    /// at all.
+    #[error("no room in the peer's channel within {after:?} (`admission_deadline`)")]
+    Deadline {
+        /// The limit.
+        after: std::time::Duration,
+    },
     /// The worker is shutting down.
     #[error("channel closed")]
     ChannelClosed,

@@ -7,7 +7,7 @@ use std::{
 
 use verbs_bootstrap::{Backoff, InstanceId};
 
-use super::outbox::INLINE_ARENA_BYTES;
+use super::{drain::DrainFlag, outbox::INLINE_ARENA_BYTES};
 use crate::{
     fabric::QpTimers,
     proto::{
@@ -82,6 +82,16 @@ pub struct Config {
     /// WRs that no signaled one follows are covered by a PING after this time without a post: 1 ms to 1 s, default
     /// 10 ms. Shorter costs a PING at each pause, longer keeps sent frames in memory.
     pub tail_probe_after: Duration,
+    /// How long a connection on which something is owed may stand still before it ends: 100 ms to 60 s, default 2 s.
+    /// At half of it a PING is sent; a peer that answers it is alive, however slow it takes frames. Too short ends
+    /// connections to peers that are merely busy; too long lets their frames wait for a dead one.
+    pub health_deadline: Duration,
+    /// How long a frame may wait in the gate, i.e. behind a full channel, before its admission fails: 1 ms to 1 h,
+    /// default 30 s. Too short turns back-pressure into errors.
+    pub admission_deadline: Duration,
+    /// The flag that turns requests away while a process drains; give all transports of a process the same one.
+    /// Default: one of its own, that nobody raises.
+    pub drain: DrainFlag,
     /// Retry policy of the QPs.
     pub timers: QpTimers,
     /// For reproducible simulation: seeds PSNs, incarnation and back-off. Default `None`: the system's randomness.
@@ -108,6 +118,9 @@ impl Default for Config {
             proof_deadline: Duration::from_secs(5),
             flush_deadline: Duration::from_secs(1),
             tail_probe_after: Duration::from_millis(10),
+            health_deadline: Duration::from_secs(2),
+            admission_deadline: Duration::from_secs(30),
+            drain: DrainFlag::default(),
             timers: QpTimers { ack_timeout_code: 16, retry_cnt: 6, rnr_retry: 7, min_rnr_timer_code: 3 },
             seed: None,
         }
@@ -173,6 +186,8 @@ impl Config {
         micros("proof_deadline in µs", self.proof_deadline, 10_000, 60_000_000)?;
         micros("flush_deadline in µs", self.flush_deadline, 10_000, 10_000_000)?;
         micros("tail_probe_after in µs", self.tail_probe_after, 1_000, 1_000_000)?;
+        micros("health_deadline in µs", self.health_deadline, 100_000, 60_000_000)?;
+        micros("admission_deadline in µs", self.admission_deadline, 1_000, 3_600_000_000)?;
         range("advertise (addresses)", self.advertise.len() as u64, 0, 8)?;
         range("timers.ack_timeout_code", self.timers.ack_timeout_code.into(), 1, 31)?;
         range("timers.retry_cnt", self.timers.retry_cnt.into(), 0, 6)?;

@@ -58,6 +58,8 @@ impl<F: Fabric> Shared<F> {
             lives_open: 0,
             proof_told: false,
             tail_seen: None,
+            moved: None,
+            pongs: watch::Sender::new(0),
         });
         Ok(())
     }

@@ -31,10 +31,6 @@ use crate::{
 /// loses it when the QP is destroyed at once.
 pub(crate) const QUIET_BEFORE_DESTROY: Duration = Duration::from_millis(20);
 
-/// Looks at WRs that do not move before the device is asked whether their QP lives: 16 `tail_probe_after`s, 160 ms by
-/// default, so that only a stuck connection costs the system call.
-const LOOKS_BEFORE_QUERY: u32 = 16;
-
 /// A frame copied out of its slab, waiting for the end of the batch.
 struct Delivery {
     peer: InstanceId,
@@ -50,6 +46,15 @@ enum Body {
     Owned(Vec<u8>),
 }
 
+impl Body {
+    fn bytes<'a>(&'a self, scratch: &'a [u8]) -> &'a [u8] {
+        match self {
+            Self::Scratch(range) => &scratch[range.clone()],
+            Self::Owned(bytes) => bytes,
+        }
+    }
+}
+
 /// Where frames are copied to out of their slabs.
 struct Arrivals<'a> {
     sink: Option<&'a Sink>,
@@ -58,7 +63,7 @@ struct Arrivals<'a> {
 }
 
 impl Arrivals<'_> {
-    /// One SEND of a peer.
+    /// One SEND of a peer; whether it was the answer to a PING.
     fn take<F: Fabric>(
         &mut self,
         shared: &Shared<F>,
@@ -67,7 +72,7 @@ impl Arrivals<'_> {
         slab: &RecvSlab,
         head: [u8; HEADER_BYTES],
         bytes: u32,
-    ) -> Result<(), LinkError> {
+    ) -> Result<bool, LinkError> {
         match link.on_receive(head, bytes)? {
             Incoming::Whole { kind, header_len, body_len } => {
                 let body = if let Some(Sink::Handler(_)) = self.sink {
@@ -88,9 +93,10 @@ impl Arrivals<'_> {
                     self.into.push(Delivery { peer, kind, header_len, body });
                 }
             }
-            Incoming::Control | Incoming::Pong { .. } => {}
+            Incoming::Control => {}
+            Incoming::Pong { .. } => return Ok(true),
         }
-        Ok(())
+        Ok(false)
     }
 }
 
@@ -110,7 +116,7 @@ pub(crate) struct Driver<F: Fabric> {
     /// By QP number, so that simulation is reproducible.
     retired: BTreeMap<u32, Retired<F>>,
     /// When to look at bare tails next.
-    tail_check: Option<Instant>,
+    look_due: Option<Instant>,
 }
 
 impl<F: Fabric> Driver<F> {
@@ -124,7 +130,7 @@ impl<F: Fabric> Driver<F> {
             deliveries: Vec::new(),
             scratch: Vec::new(),
             retired: BTreeMap::new(),
-            tail_check: None,
+            look_due: None,
         }
     }
 
@@ -151,7 +157,7 @@ impl<F: Fabric> Driver<F> {
             self.pump_touched(shared, effects);
         }
         // Also when the device is lost meanwhile: these frames have arrived.
-        self.deliver(shared);
+        self.deliver(shared, effects);
         reposted?;
         if !self.retired.is_empty() || !shared.retired.is_empty() {
             self.sweep_retired(shared, effects);
@@ -198,14 +204,23 @@ impl<F: Fabric> Driver<F> {
             drop(state);
             return self.on_late_receive(shared, qpn, slab, head, bytes);
         };
-        let mut arrivals = Arrivals { sink: self.sink.as_ref(), into: &mut self.deliveries, scratch: &mut self.scratch };
-        if let Err(error) = arrivals.take(shared, peer.id, link, slab, head, bytes) {
-            shared.counters.malformed.add(1);
-            tracing::warn!(peer = %peer.id, %error, "the peer broke the protocol");
-            if error.is_fatal() {
-                let cause = Arc::new(EpochEnd::Protocol(error));
-                peer.end_epoch(&mut state, shared, generation, &cause, effects);
-                return;
+        let mut arrivals =
+            Arrivals { sink: self.sink.as_ref(), into: &mut self.deliveries, scratch: &mut self.scratch };
+        match arrivals.take(shared, peer.id, link, slab, head, bytes) {
+            Ok(false) => {}
+            Ok(true) => {
+                if let Some(epoch) = &state.epoch {
+                    epoch.pongs.send_modify(|pongs| *pongs += 1);
+                }
+            }
+            Err(error) => {
+                shared.counters.malformed.add(1);
+                tracing::warn!(peer = %peer.id, %error, "the peer broke the protocol");
+                if error.is_fatal() {
+                    let cause = Arc::new(EpochEnd::Protocol(error));
+                    peer.end_epoch(&mut state, shared, generation, &cause, effects);
+                    return;
+                }
             }
         }
         if !std::mem::replace(&mut state.owing, true) {
@@ -303,19 +318,24 @@ impl<F: Fabric> Driver<F> {
     }
 
     /// Hands on what this batch brought. No lock but the driver's own is held.
-    fn deliver(&mut self, shared: &Arc<Shared<F>>) {
+    fn deliver(&mut self, shared: &Arc<Shared<F>>, effects: &mut Effects) {
         let deliveries = self.deliveries.drain(..);
         let Some(sink) = &self.sink else {
             shared.counters.undelivered.add(deliveries.count() as u64);
             return;
         };
         for Delivery { peer, kind, header_len, body } in deliveries {
+            if shared.turns_away(kind) {
+                let bytes = body.bytes(&self.scratch);
+                let header = Bytes::copy_from_slice(&bytes[..header_len]);
+                if let Some(peer) = shared.find_peer(peer) {
+                    shared.turn_away(&peer, header, effects);
+                }
+                continue;
+            }
             match (sink, body) {
                 (Sink::Handler(handler), body) => {
-                    let bytes = match &body {
-                        Body::Scratch(range) => &self.scratch[range.clone()],
-                        Body::Owned(bytes) => &bytes[..],
-                    };
+                    let bytes = body.bytes(&self.scratch);
                     shared.counters.received.add(kind, bytes.len());
                     let (header, payload) = bytes.split_at(header_len);
                     contain("handler", || handler.on_frame(Borrowed { peer, kind, header, payload }));
@@ -400,19 +420,19 @@ impl<F: Fabric> Driver<F> {
             shared.feed_starved(&mut effects);
         }
         let now = shared.now();
-        match self.tail_check {
+        match self.look_due {
             Some(due) if now >= due => {
-                self.tail_check = None;
-                shared.check_tails(&mut effects);
+                self.look_due = None;
+                shared.look_after_peers(&mut effects);
             }
             _ => {}
         }
-        if self.tail_check.is_none() && shared.has_bare_tail_note() {
-            self.tail_check = Some(now + shared.config.tail_probe_after);
+        if self.look_due.is_none() && shared.has_unsettled_note() {
+            self.look_due = Some(now + shared.config.tail_probe_after);
         }
         effects.run(shared);
         let sweep = (!self.retired.is_empty()).then(|| now + QUIET_BEFORE_DESTROY / 4);
-        [self.tail_check, sweep].into_iter().flatten().min()
+        [self.look_due, sweep].into_iter().flatten().min()
     }
 
     /// An async event of the device.
@@ -478,36 +498,6 @@ impl<F: Fabric> Shared<F> {
             peer.pump(&mut state, self, effects);
         }
     }
-
-    /// Covers WRs behind which nothing signaled came for a while, and asks the device about QPs whose WRs do not end.
-    fn check_tails(self: &Arc<Self>, effects: &mut Effects) {
-        self.take_bare_tail_note();
-        let mut again = false;
-        for peer in self.all_peers() {
-            let mut state = peer.lock();
-            state.trim();
-            let Some(Epoch { link: Some(link), tail_seen, qp, generation, .. }) = &mut state.epoch else { continue };
-            let Some(tail) = link.tail() else {
-                *tail_seen = None;
-                continue;
-            };
-            again = true;
-            let looks = tail_seen.take_if(|(seen, _)| *seen == tail).map_or(0, |(_, looks)| looks + 1);
-            *tail_seen = Some((tail, looks));
-            if looks > 0 && looks % LOOKS_BEFORE_QUERY == 0 && qp.is_rts().is_ok_and(|rts| !rts) {
-                // It fell to ERR, and neither a flush nor an event has come.
-                let generation = *generation;
-                peer.end_epoch(&mut state, self, generation, &Arc::new(EpochEnd::QpFatal), effects);
-            } else if looks > 0 && link.has_bare_tail() {
-                self.counters.tail_probes.add(1);
-                link.request_ping();
-                peer.pump(&mut state, self, effects);
-            }
-        }
-        if again {
-            self.note_bare_tail_quietly();
-        }
-    }
 }
 
 /// Drops the last reference to a QP, which destroys it.
@@ -517,10 +507,7 @@ fn destroy<Q: FabricQp>(qp: Arc<Q>) {
 }
 
 /// The live epoch of a QP and its link.
-fn live<F: Fabric>(
-    state: &mut PeerState<F>,
-    qpn: u32,
-) -> Option<(verbs_bootstrap::Generation, &mut Link)> {
+fn live<F: Fabric>(state: &mut PeerState<F>, qpn: u32) -> Option<(verbs_bootstrap::Generation, &mut Link)> {
     let epoch = state.epoch.as_mut().filter(|epoch| epoch.qp.qpn().get() == qpn)?;
     Some((epoch.generation, epoch.link.as_mut()?))
 }

@@ -116,6 +116,18 @@ pub enum EpochEnd {
     /// The peer broke the protocol.
     #[error("protocol: {0}")]
     Protocol(#[source] LinkError),
+    /// Something was owed, and neither it nor the answer to a PING came in time: dead peer, cut path, or a QP that
+    /// hangs.
+    #[error(
+        "the connection stood still for {after:?} (`health_deadline`) and no PING was answered, with {in_flight} work \
+         requests in flight"
+    )]
+    Unresponsive {
+        /// The limit.
+        after: Duration,
+        /// WRs without a completion.
+        in_flight: u32,
+    },
     /// The peer closed its bootstrap socket: its process ended, or it closed the connection.
     #[error("the peer closed the connection, or its process ended")]
     PeerClosed,
@@ -235,4 +247,34 @@ pub enum ConnectError {
     /// The attempt ended.
     #[error("{0}")]
     Failed(Arc<EpochEnd>),
+}
+
+/// How a health check failed.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum HealthError {
+    /// [`Worker::start`](crate::Worker::start) was not called yet.
+    #[error("transport not started")]
+    TransportNotStarted,
+    /// Nobody registered this peer here.
+    #[error("peer not registered: {peer}")]
+    PeerNotRegistered {
+        /// Who.
+        peer: InstanceId,
+    },
+    /// The peer's listener answers, but there was never a connection to it from here.
+    #[error("the peer listens, but was never connected")]
+    NeverConnected,
+    /// The peer refuses, or the connection is dead.
+    #[error("connection failed: {reason}")]
+    ConnectionFailed {
+        /// Why.
+        reason: String,
+    },
+    /// No answer in time.
+    #[error("no answer within {after:?}")]
+    Timeout {
+        /// The caller's deadline.
+        after: Duration,
+    },
 }

@@ -6,8 +6,10 @@ mod config;
 mod connect;
 mod describe;
 mod dial;
+mod drain;
 mod driver;
 mod error;
+mod health;
 mod inbound;
 mod outbox;
 mod peer;
@@ -32,7 +34,8 @@ use verbs_bootstrap::{
 pub use admission::{Admission, AdmissionError, AdmissionState, SendOutcome};
 pub use config::{Config, ConfigError, Progress};
 pub use describe::PeerDescription;
-pub use error::{ConnectError, EpochEnd, RegisterError, SendError, StartError};
+pub use drain::{DrainFlag, DrainPolicy, InFlightGuard};
+pub use error::{ConnectError, EpochEnd, HealthError, RegisterError, SendError, StartError};
 pub use inbound::{Borrowed, Handler, Inbound, Received, Stream};
 pub use stats::{FlowStats, Stats};
 
@@ -266,6 +269,7 @@ impl<F: Fabric> Worker<F> {
                 }
             }
             state.address = Some(endpoint);
+            state.last_end = None;
         }
         peer.changed.notify_waiters();
         effects.run(shared);

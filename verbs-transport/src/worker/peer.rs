@@ -4,7 +4,7 @@ use std::{
     collections::VecDeque,
     fmt,
     sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use tokio::{
@@ -22,7 +22,7 @@ use super::{
 use crate::{
     fabric::{Fabric, FabricQp, SendData, SendWr, WrSeq},
     proto::{
-        link::{Filled, Frame, InFlight, Link},
+        link::{Filled, Frame, InFlight, Link, LinkMark},
         send_queue::Ended,
     },
 };
@@ -40,17 +40,26 @@ pub(crate) struct PeerState<F: Fabric> {
     pub(crate) exchange: Exchange,
     /// The channel: frames accepted, not posted in full.
     pub(crate) queue: VecDeque<Frame>,
-    gate: VecDeque<(Frame, Arc<Ticket>)>,
+    gate: VecDeque<Gated>,
     pub(crate) epoch: Option<Epoch<F>>,
     /// A task is dialing, or waits to.
     pub(crate) dialer: bool,
     pub(crate) connect_waiters: Vec<oneshot::Sender<Result<(), ConnectError>>>,
+    /// Why the last epoch ended, until another one is proven or the peer is registered anew.
+    pub(crate) last_end: Option<Arc<EpochEnd>>,
     /// In the driver's list of peers to look at.
     pub(crate) touched: bool,
     /// In the driver's list of peers that owe credits once slabs are posted again.
     pub(crate) owing: bool,
     /// In the list of peers that wait for a send slab.
     pub(crate) starved: bool,
+}
+
+/// A frame in the gate.
+struct Gated {
+    frame: Frame,
+    ticket: Arc<Ticket>,
+    since: Instant,
 }
 
 /// One QP and the connection that comes of it.
@@ -69,8 +78,12 @@ pub(crate) struct Epoch<F: Fabric> {
     pub(crate) lives_open: usize,
     /// The exchange and the waiters know that the connection is proven.
     pub(crate) proof_told: bool,
-    /// Where the send queue stood when the driver last looked at its tail, and how often it stood there before.
-    pub(crate) tail_seen: Option<((WrSeq, WrSeq), u32)>,
+    /// Where the send queue stood when the driver last looked at its bare tail.
+    pub(crate) tail_seen: Option<WrSeq>,
+    /// How far the connection had come, and when it came there.
+    pub(crate) moved: Option<(LinkMark, Instant)>,
+    /// PINGs answered; closed when the epoch ends.
+    pub(crate) pongs: watch::Sender<u64>,
 }
 
 /// An epoch on its way out: the driver waits for its flush, then destroys the QP.
@@ -145,6 +158,7 @@ impl<F: Fabric> Peer<F> {
             epoch: None,
             dialer: false,
             connect_waiters: Vec::new(),
+            last_end: None,
             touched: false,
             owing: false,
             starved: false,
@@ -155,6 +169,12 @@ impl<F: Fabric> Peer<F> {
     pub(crate) fn lock(&self) -> MutexGuard<'_, PeerState<F>> {
         // A panic of ours under the lock is contained where it happened; the state is still the best there is.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Why the last epoch ended, in words.
+    pub(crate) fn last_end(&self) -> String {
+        let end = self.lock().last_end.clone();
+        end.map_or_else(|| "the connection ended".to_owned(), |end| end.to_string())
     }
 
     /// One frame through the gate. The caller has checked registration and size.
@@ -174,7 +194,8 @@ impl<F: Fabric> Peer<F> {
         } else {
             shared.counters.pended.add(1);
             let ticket = Arc::<Ticket>::default();
-            state.gate.push_back((frame, ticket.clone()));
+            state.gate.push_back(Gated { frame, ticket: ticket.clone(), since: shared.now() });
+            shared.note_unsettled();
             SendOutcome::Pending(Admission::new(ticket, Arc::new(Gate { peer: Arc::downgrade(self) })))
         };
         if state.epoch.as_ref().is_some_and(|epoch| epoch.link.is_some()) {
@@ -190,11 +211,12 @@ impl<F: Fabric> Peer<F> {
 
     /// Posts what may be posted and lets frames move up from the gate.
     pub(crate) fn pump(self: &Arc<Self>, state: &mut PeerState<F>, shared: &Shared<F>, effects: &mut Effects) {
-        let PeerState { epoch, queue, gate, exchange, connect_waiters, starved, .. } = state;
+        let PeerState { epoch, queue, gate, exchange, connect_waiters, starved, last_end, .. } = state;
         let Some(epoch) = epoch else { return };
         let Some(link) = &mut epoch.link else { return };
         if link.is_proven() && !epoch.proof_told {
             epoch.proof_told = true;
+            *last_end = None;
             exchange.on_proven(epoch.generation);
             shared.counters.connections_made.add(1);
             for waiter in connect_waiters.drain(..) {
@@ -218,7 +240,7 @@ impl<F: Fabric> Peer<F> {
             }
             let mut moved = false;
             while queue.len() < shared.config.channel_frames {
-                let Some((frame, ticket)) = gate.pop_front() else { break };
+                let Some(Gated { frame, ticket, .. }) = gate.pop_front() else { break };
                 queue.push_back(frame);
                 effects.resolve(ticket, Ok(()));
                 moved = true;
@@ -235,8 +257,8 @@ impl<F: Fabric> Peer<F> {
                 _ => break,
             }
         }
-        if link.tail().is_some() {
-            shared.note_bare_tail();
+        if !link.is_settled() || !queue.is_empty() {
+            shared.note_unsettled();
         }
     }
 
@@ -281,6 +303,7 @@ impl<F: Fabric> Peer<F> {
             // Under the lock, so that a driver which finds the epoch gone finds it here.
             shared.retire(Retired { peer: self.id, qp, link, cause: cause.clone(), rx_window, since: shared.now() });
         }
+        state.last_end = Some(cause.clone());
         let stopping = matches!(**cause, EpochEnd::ShuttingDown);
         for frame in state.queue.drain(..) {
             let error = if stopping {
@@ -290,7 +313,7 @@ impl<F: Fabric> Peer<F> {
             };
             effects.failed(frame, error);
         }
-        for (_, ticket) in state.gate.drain(..) {
+        for Gated { ticket, .. } in state.gate.drain(..) {
             let error = if stopping {
                 AdmissionError::ChannelClosed
             } else {
@@ -365,14 +388,43 @@ impl<F: Fabric> PeerState<F> {
         }
     }
 
+    /// Fails the admissions that have waited for too long. Frames wait in order, so the oldest are in front.
+    pub(crate) fn expire_gate(&mut self, now: Instant, deadline: Duration, effects: &mut Effects) -> u64 {
+        let mut expired = 0;
+        while let Some(first) = self.gate.front() {
+            if now.saturating_duration_since(first.since) < deadline {
+                break;
+            }
+            if let Some(Gated { ticket, .. }) = self.gate.pop_front() {
+                effects.resolve(ticket, Err(AdmissionError::Deadline { after: deadline }));
+                expired += 1;
+            }
+        }
+        expired
+    }
+
+    /// Puts a frame of the transport's own into the channel if there is room and nobody waits before it.
+    pub(crate) fn push_within(&mut self, frame: Frame, channel_frames: usize) -> bool {
+        let room = self.gate.is_empty() && self.queue.len() < channel_frames;
+        if room {
+            self.queue.push_back(frame);
+        }
+        room
+    }
+
+    /// Whether frames wait in the channel or the gate.
+    pub(crate) fn has_waiting(&self) -> bool {
+        !self.queue.is_empty() || !self.gate.is_empty()
+    }
+
     /// Fails the admissions of frames in the gate above `max` bytes.
     pub(crate) fn fail_oversized_in_gate(&mut self, max: usize, effects: &mut Effects) {
         let mut at = 0;
         while at < self.gate.len() {
-            let bytes = self.gate[at].0.body_bytes();
+            let bytes = self.gate[at].frame.body_bytes();
             if bytes <= max {
                 at += 1;
-            } else if let Some((_, ticket)) = self.gate.remove(at) {
+            } else if let Some(Gated { ticket, .. }) = self.gate.remove(at) {
                 effects.resolve(ticket, Err(AdmissionError::TooLarge { bytes, max }));
             }
         }
@@ -395,7 +447,7 @@ impl<F: Fabric> CancelGate for Gate<F> {
         let Some(peer) = self.peer.upgrade() else { return false };
         let removed = {
             let mut state = peer.lock();
-            let place = state.gate.iter().position(|(_, queued)| Arc::ptr_eq(queued, ticket));
+            let place = state.gate.iter().position(|queued| Arc::ptr_eq(&queued.ticket, ticket));
             place.and_then(|place| state.gate.remove(place))
         };
         let cancelled = removed.is_some();

@@ -9,7 +9,11 @@ use std::{
 
 use tokio::time::sleep_until;
 
-use super::{config::Progress, driver::{Driver, QUIET_BEFORE_DESTROY}, shared::Shared};
+use super::{
+    config::Progress,
+    driver::{Driver, QUIET_BEFORE_DESTROY},
+    shared::Shared,
+};
 use crate::fabric::{Fabric, FabricError};
 
 /// Full poll batches in a row before the driver's task lets others run.

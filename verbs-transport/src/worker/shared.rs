@@ -29,7 +29,10 @@ use super::{
 };
 use crate::{
     fabric::{Fabric, FabricError, SendSlab},
-    proto::{link::LinkCounts, receive_share::ReceiveShares},
+    proto::{
+        link::{LinkCounts, SendErrorHandler},
+        receive_share::ReceiveShares,
+    },
 };
 
 /// The life of a worker: it only goes forward.
@@ -64,11 +67,14 @@ pub(crate) struct Shared<F: Fabric> {
     runtime: OnceLock<Handle>,
     rng: Mutex<StdRng>,
     life: AtomicU8,
-    bare_tail: AtomicBool,
+    unsettled: AtomicBool,
     inline_request: AtomicU32,
     driver_stop: AtomicBool,
     device_lost: AtomicBool,
     stop: watch::Sender<bool>,
+    draining: AtomicBool,
+    /// Who hears of echoes that fail: nobody. Made once.
+    pub(crate) nobody: OnceLock<Arc<dyn SendErrorHandler>>,
 }
 
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -104,11 +110,13 @@ impl<F: Fabric> Shared<F> {
             runtime: OnceLock::new(),
             rng: Mutex::new(rng),
             life: AtomicU8::new(Life::New as u8),
-            bare_tail: AtomicBool::new(false),
+            unsettled: AtomicBool::new(false),
             inline_request: AtomicU32::new(config.inline_request_bytes),
             driver_stop: AtomicBool::new(false),
             device_lost: AtomicBool::new(false),
             stop: watch::Sender::new(false),
+            draining: AtomicBool::new(false),
+            nobody: OnceLock::new(),
             config,
             fabric,
         }
@@ -253,25 +261,24 @@ impl<F: Fabric> Shared<F> {
         self.backlog.is_withholding()
     }
 
-    /// WRs are in flight: the driver shall look after a while whether they move, and whether a signaled one covers
-    /// them.
-    pub(crate) fn note_bare_tail(&self) {
-        if !self.bare_tail.swap(true, Ordering::AcqRel) {
+    /// A peer owes something, or frames wait for it: the driver shall look after it until that has changed.
+    pub(crate) fn note_unsettled(&self) {
+        if !self.has_unsettled_note() && !self.unsettled.swap(true, Ordering::AcqRel) {
             self.driver_wake.notify_one();
         }
     }
 
     /// The same, by the driver itself.
-    pub(crate) fn note_bare_tail_quietly(&self) {
-        self.bare_tail.store(true, Ordering::Release);
+    pub(crate) fn note_unsettled_quietly(&self) {
+        self.unsettled.store(true, Ordering::Release);
     }
 
-    pub(crate) fn take_bare_tail_note(&self) {
-        self.bare_tail.store(false, Ordering::Release);
+    pub(crate) fn take_unsettled_note(&self) {
+        self.unsettled.store(false, Ordering::Release);
     }
 
-    pub(crate) fn has_bare_tail_note(&self) -> bool {
-        self.bare_tail.load(Ordering::Acquire)
+    pub(crate) fn has_unsettled_note(&self) -> bool {
+        self.unsettled.load(Ordering::Acquire)
     }
 
     /// A quarter of the SRQ gone is normal; an eighth left is not.
@@ -307,6 +314,11 @@ impl<F: Fabric> Shared<F> {
         }
         tracing::error!(%error, "the device is lost");
         self.end_all(&Arc::new(EpochEnd::DeviceLost(Arc::new(error.again()))));
+    }
+
+    /// Notes that the application drains; whether that is news.
+    pub(crate) fn note_drain(&self) -> bool {
+        !self.draining.swap(true, Ordering::AcqRel)
     }
 
     /// Resolves when shutdown begins.

@@ -131,6 +131,14 @@ counters! {
     flushes_abandoned,
     /// PINGs sent to cover a tail of unsignaled WRs.
     tail_probes,
+    /// PINGs sent because a connection had stood still.
+    stall_probes,
+    /// Admissions that ended by `admission_deadline`.
+    admissions_expired,
+    /// Requests turned away while draining.
+    drain_rejected,
+    /// Of these, echoes that found the peer's channel full and were dropped.
+    echoes_dropped,
     /// Times that the SRQ fell below its low watermark.
     srq_low,
     /// Frames that arrived for a stream that the application had dropped.
@@ -152,6 +160,7 @@ impl LinkCounts {
         self.pure_grants += other.pure_grants;
         self.pure_grants_received += other.pure_grants_received;
         self.pings += other.pings;
+        self.pongs += other.pongs;
         self.credits_received += other.credits_received;
         self.credit_stalls += other.credit_stalls;
         self.malformed += other.malformed;
