@@ -87,7 +87,7 @@ enum Look {
 }
 
 fn judge<F: Fabric>(state: &mut PeerState<F>, now: Instant, deadline: Duration) -> Look {
-    let waiting = state.has_waiting();
+    let (waiting, starved) = (state.has_waiting(), state.starved);
     let Some(Epoch { link: Some(link), tail_seen, moved, .. }) = &mut state.epoch else { return Look::Settled };
     if !link.is_proven() {
         // The proof has a deadline of its own, which says more.
@@ -106,6 +106,11 @@ fn judge<F: Fabric>(state: &mut PeerState<F>, now: Instant, deadline: Duration) 
         }
     };
     let still = now.saturating_duration_since(still_since);
+    if starved && !link.awaits_completion() {
+        // It waits for a send slab of ours, which is no fault of the peer's.
+        *moved = None;
+        return Look::Moving;
+    }
     // The mark counts the PING that was posted, so a dead connection is found within one and a half deadlines.
     if still >= deadline && link.is_pinging() {
         return Look::Dead { in_flight: link.wrs_in_flight() };
