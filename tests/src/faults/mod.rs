@@ -9,10 +9,6 @@
 //!
 //! - A frame to a process that was killed after the frame had been sent: the device had acknowledged it, the process
 //!   died before it took it. No transport with acknowledgements of the device can tell.
-//! - Until shutdown only: a QP that hung while its port was down gives no completion for ever and says that it is in
-//!   RTS. Its frames, those that wait for its send slabs, and those of a peer that waits for its credits have no end
-//!   before the worker is shut down; a health check is to end it. Such runs are told by the world's count of hung
-//!   QPs, and counted: [`Outcome::held`].
 //! - A frame of a run that a later one of the same instance has replaced, if the receiver counted a stale completion
 //!   for it: it had arrived, but the receiver learnt of the new run before it polled, and drops what is old (M-35).
 
@@ -48,8 +44,6 @@ pub struct Outcome {
     pub totals: [u64; 4],
     /// How often each fault struck.
     pub faults: FaultCounts,
-    /// Frames were held by a QP that had hung with its port down, until shutdown.
-    pub held: bool,
 }
 
 thread_local! {
@@ -145,12 +139,8 @@ impl Stage {
         if self.world.mood == Mood::Unpunctual {
             self.all_arrive().await?;
         }
-        let mut held = false;
-        if let Err(silent) = self.talk().await {
-            self.may_hang(silent)?;
-            held = true;
-        }
-        self.come_to_an_end(held).await
+        self.talk().await?;
+        self.come_to_an_end().await
     }
 
     async fn start(&mut self, me: u32) -> Result<Life, String> {
@@ -304,14 +294,9 @@ impl Stage {
         Ok(())
     }
 
-    /// Excuses `what` where a QP hung with its port down.
-    fn may_hang(&self, what: String) -> Result<(), String> {
-        if self.world.lab.world.fault_counts().port_down_hangs > 0 { Ok(()) } else { Err(what) }
-    }
-
-    async fn come_to_an_end(&mut self, mut held_up: bool) -> Result<Outcome, String> {
+    async fn come_to_an_end(&mut self) -> Result<Outcome, String> {
         for _ in 0..1000 {
-            if held_up || self.world.ledger.open().is_empty() {
+            if self.world.ledger.open().is_empty() {
                 break;
             }
             sleep(Duration::from_millis(10)).await;
@@ -330,9 +315,8 @@ impl Stage {
         if !open.is_empty() {
             return Err(format!("neither delivered nor reported, even after shutdown: {open:?}"));
         }
-        if held.iter().any(|(run, _)| !replaced(*run)) && !held_up {
-            self.may_hang(format!("no end before shutdown, though faults are over: {held:?}"))?;
-            held_up = true;
+        if held.iter().any(|(run, _)| !replaced(*run)) {
+            return Err(format!("no end before shutdown, though faults are over: {held:?}"));
         }
         self.lives.clear();
         self.dead.clear();
@@ -342,6 +326,6 @@ impl Stage {
         if !report.is_quiet() {
             return Err(format!("something was left behind: {report}"));
         }
-        Ok(Outcome { trace: sim.trace(), totals: self.world.ledger.totals(), faults: sim.fault_counts(), held: held_up })
+        Ok(Outcome { trace: sim.trace(), totals: self.world.ledger.totals(), faults: sim.fault_counts() })
     }
 }
