@@ -169,6 +169,22 @@ pub enum Malformed {
         /// Its body.
         body: u32,
     },
+    /// A PING while the answer to the one before it is due, or a PONG that answers no PING: both would eat into the
+    /// reserve of receives that other control frames need.
+    #[error("a {kind} that was not due")]
+    Unexpected {
+        /// Which kind.
+        kind: &'static str,
+    },
+    /// A pure grant of less than a quarter of the window: so many small ones fit under way that the reserve would run
+    /// out.
+    #[error("pure grant of {credits} credits, at least {least} are needed")]
+    SmallGrant {
+        /// What it carries.
+        credits: u8,
+        /// A quarter of the window.
+        least: u16,
+    },
     /// A fragment that does not continue what came before.
     #[error("fragment at offset {found} where {expected} was next")]
     Sequence {
@@ -201,6 +217,12 @@ impl FrameHeader {
         }
         let [a, b, c, d] = self.word.to_be_bytes();
         [MAGIC_V1, self.kind.to_wire(), flags, self.credits, a, b, c, d]
+    }
+
+    /// Whether a SEND that is no valid frame used the reserve and not a credit: its type byte says that it was meant as
+    /// a control frame.
+    pub const fn is_of_reserve(error: Malformed) -> bool {
+        matches!(error, Malformed::Flags { kind: 5..=7, .. })
     }
 
     /// Reads the 8 bytes. What they say about the body is checked by the link.

@@ -13,7 +13,10 @@ use super::{
 };
 use crate::{
     fabric::{CreateQpError, Fabric, FabricQp, QpCaps, QpPath},
-    proto::link::{Link, LinkLimits},
+    proto::{
+        credit::{WINDOW_MAX, WINDOW_MIN},
+        link::{Link, LinkLimits},
+    },
 };
 
 pub(super) type StreamOf<F> = <<F as Fabric>::Net as Net>::Stream;
@@ -130,8 +133,9 @@ pub(super) fn check_offer(offer: &Offer) -> Result<(), Refusal> {
     if offer.slab_bytes < SLAB_MIN_BYTES {
         return bad(format!("receive slabs of {} bytes, at least {SLAB_MIN_BYTES} are needed", offer.slab_bytes));
     }
-    if offer.window_slabs == 0 {
-        return bad("a window of 0 slabs: nothing could ever be sent".to_owned());
+    if !(WINDOW_MIN..=WINDOW_MAX).contains(&offer.window_slabs) {
+        let window = offer.window_slabs;
+        return bad(format!("a window of {window} slabs, {WINDOW_MIN} to {WINDOW_MAX} are possible"));
     }
     Ok(())
 }

@@ -18,7 +18,7 @@ use super::{
     peer::{Effects, Epoch, Peer, PeerState},
     shared::{Life, Shared},
 };
-use crate::fabric::Fabric;
+use crate::fabric::{Fabric, FabricQp};
 
 impl<F: Fabric> Shared<F> {
     /// One look at every peer; the driver comes back as long as any of them owes something.
@@ -52,17 +52,26 @@ impl<F: Fabric> Shared<F> {
                 self.counters.stall_probes.add(1);
                 self.ping(peer, &mut state, effects);
             }
+            Look::Ask => {
+                // It may have fallen to ERR, and neither a flush nor an event has come.
+                let fallen = |epoch: &Epoch<F>| epoch.qp.is_rts().is_ok_and(|rts| !rts);
+                if state.epoch.as_ref().is_some_and(fallen) {
+                    self.end_still(peer, &mut state, EpochEnd::QpFatal, effects);
+                }
+            }
             Look::Dead { in_flight } => {
                 let after = self.config.health_deadline;
-                let generation = state.epoch.as_ref().map(|epoch| epoch.generation);
-                if let Some(generation) = generation {
-                    let cause = Arc::new(EpochEnd::Unresponsive { after, in_flight });
-                    peer.end_epoch(&mut state, self, generation, &cause, effects);
-                }
-                return false;
+                self.end_still(peer, &mut state, EpochEnd::Unresponsive { after, in_flight }, effects);
             }
         }
         true
+    }
+
+    fn end_still(&self, peer: &Arc<Peer<F>>, state: &mut PeerState<F>, cause: EpochEnd, effects: &mut Effects) {
+        let generation = state.epoch.as_ref().map(|epoch| epoch.generation);
+        if let Some(generation) = generation {
+            peer.end_epoch(state, self, generation, &Arc::new(cause), effects);
+        }
     }
 
     fn ping(&self, peer: &Arc<Peer<F>>, state: &mut PeerState<F>, effects: &mut Effects) {
@@ -80,11 +89,16 @@ enum Look {
     Moving,
     /// WRs are in flight that nothing signaled follows, and nothing was posted since the last look.
     CoverTail,
+    /// It has stood still for another [`ASK_EVERY`]: ask the device whether the QP is still in RTS.
+    Ask,
     /// It has stood still for half the deadline.
     Probe,
     /// It has stood still for the whole deadline, and a PING with it.
     Dead { in_flight: u32 },
 }
+
+/// A QP that has fallen to ERR without a word is found after so long; each look is a system call.
+const ASK_EVERY: Duration = Duration::from_millis(100);
 
 fn judge<F: Fabric>(state: &mut PeerState<F>, now: Instant, deadline: Duration) -> Look {
     let (waiting, starved) = (state.has_waiting(), state.starved);
@@ -98,25 +112,26 @@ fn judge<F: Fabric>(state: &mut PeerState<F>, now: Instant, deadline: Duration) 
         return Look::Settled;
     }
     let mark = link.mark();
-    let still_since = match moved {
-        Some((before, since)) if *before == mark => *since,
-        _ => {
-            *moved = Some((mark, now));
-            now
-        }
+    let (_, since, asked) = match moved {
+        Some(here) if here.0 == mark => here,
+        moved => moved.insert((mark, now, 0)),
     };
-    let still = now.saturating_duration_since(still_since);
     if starved && !link.awaits_completion() {
         // It waits for a send slab of ours, which is no fault of the peer's.
         *moved = None;
         return Look::Moving;
     }
+    let still = now.saturating_duration_since(*since);
     // The mark counts the PING that was posted, so a dead connection is found within one and a half deadlines.
     if still >= deadline && link.is_pinging() {
         return Look::Dead { in_flight: link.wrs_in_flight() };
     }
     if still >= deadline / 2 && !link.is_pinging() {
         return Look::Probe;
+    }
+    if still >= ASK_EVERY * (*asked + 1) {
+        *asked += 1;
+        return Look::Ask;
     }
     let at = link.next_seq();
     if link.has_bare_tail() && tail_seen.replace(at) == Some(at) && !link.is_pinging() {

@@ -47,6 +47,8 @@ pub(crate) struct PeerState<F: Fabric> {
     pub(crate) connect_waiters: Vec<oneshot::Sender<Result<(), ConnectError>>>,
     /// Why the last epoch ended, until another one is proven or the peer is registered anew.
     pub(crate) last_end: Option<Arc<EpochEnd>>,
+    /// No longer in the map of peers: whoever finds it looks again.
+    pub(crate) forgotten: bool,
     /// In the driver's list of peers to look at.
     pub(crate) touched: bool,
     /// In the driver's list of peers that owe credits once slabs are posted again.
@@ -80,8 +82,8 @@ pub(crate) struct Epoch<F: Fabric> {
     pub(crate) proof_told: bool,
     /// Where the send queue stood when the driver last looked at its bare tail.
     pub(crate) tail_seen: Option<WrSeq>,
-    /// How far the connection had come, and when it came there.
-    pub(crate) moved: Option<(LinkMark, Instant)>,
+    /// How far the connection had come, since when it has stood there, and how often the device was asked since.
+    pub(crate) moved: Option<(LinkMark, Instant, u32)>,
     /// PINGs answered; closed when the epoch ends.
     pub(crate) pongs: watch::Sender<u64>,
 }
@@ -159,6 +161,7 @@ impl<F: Fabric> Peer<F> {
             dialer: false,
             connect_waiters: Vec::new(),
             last_end: None,
+            forgotten: false,
             touched: false,
             owing: false,
             starved: false,
