@@ -1,6 +1,6 @@
 //! The fault model, seed by seed. See [`verbs_tests::faults`].
 //!
-//! `VERBS_SEED=n` runs that seed alone, `VERBS_SEEDS=n` so many of each mood (10,000 unless said).
+//! `VERBS_SEED=n` runs that seed alone, `VERBS_SEEDS=n` so many of each mood (5,000 unless said).
 
 use std::{
     sync::atomic::{AtomicU64, Ordering},
@@ -25,7 +25,7 @@ fn run_all(mood: Mood) {
         }
         return;
     }
-    let seeds = number("VERBS_SEEDS").unwrap_or(10_000);
+    let seeds = number("VERBS_SEEDS").unwrap_or(5_000);
     let next = AtomicU64::new(0);
     let began = Instant::now();
     let mut failures = std::thread::scope(|scope| {

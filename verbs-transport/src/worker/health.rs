@@ -111,16 +111,16 @@ fn judge<F: Fabric>(state: &mut PeerState<F>, now: Instant, deadline: Duration) 
         (*tail_seen, *moved) = (None, None);
         return Look::Settled;
     }
-    let mark = link.mark();
-    let (_, since, asked) = match moved {
-        Some(here) if here.0 == mark => here,
-        moved => moved.insert((mark, now, 0)),
-    };
     if starved && !link.awaits_completion() {
         // It waits for a send slab of ours, which is no fault of the peer's.
         *moved = None;
         return Look::Moving;
     }
+    let mark = link.mark();
+    let (_, since, asked) = match moved {
+        Some(here) if here.0 == mark => here,
+        moved => moved.insert((mark, now, 0)),
+    };
     let still = now.saturating_duration_since(*since);
     // The mark counts the PING that was posted, so a dead connection is found within one and a half deadlines.
     if still >= deadline && link.is_pinging() {
