@@ -111,8 +111,8 @@ impl DeviceLab {
     }
 
     #[expect(clippy::unused_self, reason = "a lab opens its own device")]
-    fn open(&self, config: DeviceConfig) -> DeviceFabric<TcpNet> {
-        DeviceFabric::open(&config, TcpNet::default())
+    fn open(&self, config: &DeviceConfig) -> DeviceFabric<TcpNet> {
+        DeviceFabric::open(config, TcpNet::default())
             .expect("a device test needs an RDMA device: `cargo softroce test`")
     }
 }
@@ -127,15 +127,15 @@ impl Lab for DeviceLab {
     type F = DeviceFabric<TcpNet>;
 
     fn fabric_with(&self, _n: u32, slabs: SlabSizes) -> Self::F {
-        self.open(DeviceConfig { slabs, ..self.device.clone() })
+        self.open(&DeviceConfig { slabs, ..self.device.clone() })
     }
 
     fn fabric_cq(&self, _n: u32, slabs: SlabSizes, cq_depth: u32) -> Self::F {
-        self.open(DeviceConfig { slabs, cq_depth, ..self.device.clone() })
+        self.open(&DeviceConfig { slabs, cq_depth, ..self.device.clone() })
     }
 
     fn fabric_mtu(&self, _n: u32, mtu: Mtu) -> Self::F {
-        self.open(DeviceConfig { slabs: SMALL_SLABS, mtu_cap: Some(mtu), ..self.device.clone() })
+        self.open(&DeviceConfig { slabs: SMALL_SLABS, mtu_cap: Some(mtu), ..self.device.clone() })
     }
 
     fn config(&self, n: u32) -> Config {

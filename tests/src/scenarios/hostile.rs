@@ -172,7 +172,7 @@ pub async fn scanners_hurt_nobody<L: Lab>(lab: Arc<L>) {
             http.write_all(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n").await.expect("written");
             last_words.push(http);
             let mut noise = net.dial(at).await.expect("a connection");
-            let bytes: Vec<u8> = (0..1u32 << 20).map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
+            let bytes: Vec<u8> = (0..1u32 << 18).flat_map(|i| i.wrapping_mul(2_654_435_761).to_be_bytes()).collect();
             // It is cut off in the middle.
             let _ = tokio::time::timeout(Duration::from_secs(3), noise.write_all(&bytes)).await;
         }
