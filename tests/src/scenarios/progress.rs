@@ -146,6 +146,11 @@ pub async fn busy_poll_with_every_way_to_receive<L: Lab>(lab: Arc<L>) {
     all_ways(&*lab, Progress::BusyPoll).await;
 }
 
+/// Unwinds as a panic does, but prints no backtrace: that takes longer than the test under emulation.
+fn panic_quietly() {
+    std::panic::resume_unwind(Box::new("as it is meant to"));
+}
+
 /// M-66: a handler that panics at every third frame loses that call and nothing else.
 pub async fn a_handler_that_panics_stops_nothing<L: Lab>(lab: Arc<L>) {
     let a = Node::start(&*lab, 1).await;
@@ -155,7 +160,9 @@ pub async fn a_handler_that_panics_stops_nothing<L: Lab>(lab: Arc<L>) {
     b.start_with_handler(move |frame: Borrowed<'_>| {
         let n = count.fetch_add(1, Ordering::Relaxed);
         assert_eq!(frame.header, n.to_be_bytes());
-        assert!(n % 3 != 0, "a handler that panics, as it is meant to");
+        if n % 3 == 0 {
+            panic_quietly();
+        }
     })
     .await
     .expect("started");
@@ -187,12 +194,14 @@ pub async fn an_error_handler_that_panics_stops_nothing<L: Lab>(lab: Arc<L>) {
         let on_error = move |header: Bytes, _: Bytes, _: SendError| {
             told.lock().expect("never poisoned").push(header);
             let _ = (worker.progress(), worker.stats(), worker.describe(to));
-            assert!(n % 2 == 0, "an error handler that panics, as it is meant to");
+            if n % 2 == 1 {
+                panic_quietly();
+            }
         };
         let header = Bytes::copy_from_slice(&n.to_be_bytes());
         let outcome = a.worker.send(b.id(), header, "x".into(), MessageType::Message, Arc::new(on_error));
         if let SendOutcome::Pending(admission) = outcome {
-            admission.on_resolved(move |_| panic!("a hook that panics, as it is meant to"));
+            admission.on_resolved(|_| panic_quietly());
         }
     }
     // Every frame ends: reported, refused, or (before B's end is known) taken for delivered.
