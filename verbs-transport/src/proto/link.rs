@@ -320,6 +320,11 @@ impl Link {
         self.withhold = withhold;
     }
 
+    /// Whether a WR is in flight whose completion must come without anything more from us.
+    pub fn awaits_completion(&self) -> bool {
+        self.sends.awaits_completion()
+    }
+
     /// WRs in flight that nothing will cover unless something signaled is posted behind them.
     pub fn has_bare_tail(&self) -> bool {
         self.sends.has_bare_tail()

@@ -135,6 +135,11 @@ impl<T> SendQueue<T> {
         self.unsignaled > 0 && !self.failed
     }
 
+    /// Whether a signaled WR is in flight.
+    pub fn awaits_completion(&self) -> bool {
+        self.len() > self.unsignaled
+    }
+
     /// Position that the next WR will get.
     pub fn next_seq(&self) -> WrSeq {
         WrSeq(self.head + u64::from(self.len()))

@@ -27,6 +27,11 @@ const INLINE_STEPS: [u32; 7] = [828, 512, 256, 220, 128, 60, 0];
 /// Smallest receive slab that a peer may offer: a header and something to carry.
 const SLAB_MIN_BYTES: u32 = 64;
 
+/// READs at once: each side asks for no more than the other answers.
+pub(super) fn agreed_rd_atomic(ours: RdAtomic, theirs: RdAtomic) -> RdAtomic {
+    RdAtomic { initiator: ours.initiator.min(theirs.responder), responder: ours.responder.min(theirs.initiator) }
+}
+
 impl<F: Fabric> Shared<F> {
     /// The QP of epoch `generation`, made if it is not there.
     pub(super) fn ensure_qp(
@@ -177,16 +182,13 @@ pub(super) async fn bring_up<F: Fabric>(
 
 impl<F: Fabric> Shared<F> {
     fn path(&self, epoch: &Epoch<F>, remote: &Offer) -> QpPath {
-        let (port, limits) = (self.fabric.port(), self.fabric.limits());
+        let port = self.fabric.port();
         QpPath {
             remote: remote.messaging,
             remote_port: remote.port,
             local_psn: epoch.psn,
             mtu: port.mtu.min(remote.port.mtu),
-            rd_atomic: RdAtomic {
-                initiator: limits.rd_atomic.initiator.min(remote.rd_atomic.responder),
-                responder: limits.rd_atomic.responder.min(remote.rd_atomic.initiator),
-            },
+            rd_atomic: agreed_rd_atomic(self.fabric.limits().rd_atomic, remote.rd_atomic),
             timers: self.config.timers,
         }
     }

@@ -130,8 +130,10 @@ impl Backlog {
     }
 
     fn took(&self, frame: &Received) {
-        let before = self.bytes.fetch_sub(Self::cost(frame), Ordering::AcqRel);
-        if before - Self::cost(frame) <= self.limit / 2 && self.withheld.load(Ordering::Acquire) {
+        // In one total order with the driver's store and second look: either it sees these bytes gone, or this call
+        // sees the flag. With less, each could miss the other, and credits would be withheld for ever.
+        let before = self.bytes.fetch_sub(Self::cost(frame), Ordering::SeqCst);
+        if before - Self::cost(frame) <= self.limit / 2 && self.withheld.load(Ordering::SeqCst) {
             self.driver.notify_one();
         }
     }
@@ -142,9 +144,9 @@ impl Backlog {
         let was = self.withheld.load(Ordering::Acquire);
         let now = if was { bytes > self.limit / 2 } else { bytes > self.limit };
         if was != now {
-            self.withheld.store(now, Ordering::Release);
+            self.withheld.store(now, Ordering::SeqCst);
             // A reader that took its frames between the load and the store saw the old flag: look once more.
-            let raced = now && self.bytes.load(Ordering::Acquire) <= self.limit / 2;
+            let raced = now && self.bytes.load(Ordering::SeqCst) <= self.limit / 2;
             if raced {
                 self.driver.notify_one();
             }
