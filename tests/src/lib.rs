@@ -1,4 +1,4 @@
-//! Scenario suites. Each scenario is written once, against a [`Lab`], and runs on the simulated fabric in fake time
+//! Scenario suites. Each scenario is written once, against a [`Lab`](lab::Lab), and runs on the simulated fabric in fake time
 //! and on Soft-RoCE in real time.
 //!
 //! | module | holds |
@@ -6,12 +6,14 @@
 //! | [`lab`] | what a scenario needs of a fabric, and how it is run: simulated or on a device |
 //! | [`node`] | one worker with its streams and a record of its errors |
 //! | [`scenarios`] | the scenarios themselves, named after the contract (MT-n) and the field reports (B-n) |
+//! | [`examples`] | the examples of `verbs-transport`, run as processes |
 //! | [`faults`] | the fault model: seeded whole-world runs with an oracle |
 //! | [`leaks`] | what a process must not have more of after a test than before |
 
 #![allow(clippy::missing_panics_doc, reason = "scenarios fail by panicking: that is what they are for")]
 #![allow(clippy::match_wild_err_arm, reason = "a timeout has nothing to tell")]
 
+pub mod examples;
 pub mod faults;
 pub mod lab;
 pub mod leaks;

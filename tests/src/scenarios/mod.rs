@@ -64,6 +64,9 @@ macro_rules! messaging_suite {
                 mt_25_own_sends_during_drain,
                 mt_27_health,
                 an_admission_ends_at_its_deadline,
+                strangers_are_forgotten,
+                unregister_ends_and_forgets,
+                idle_connections_are_evicted,
             ]
         );
     };

@@ -170,6 +170,8 @@ pub struct LinkCounts {
     pub pure_grants: u64,
     /// Pure grants received.
     pub pure_grants_received: u64,
+    /// SENDs of any kind received.
+    pub received: u64,
     /// PINGs sent.
     pub pings: u64,
     /// PINGs answered.
@@ -472,6 +474,7 @@ impl Link {
     /// [`LinkError`]: the peer broke the protocol. The slab goes back in any case; a data frame's credit too.
     pub fn on_receive(&mut self, head: [u8; HEADER_BYTES], bytes: u32) -> Result<Incoming, LinkError> {
         self.held = false;
+        self.counts.received += 1;
         self.proven |= self.proof_by_receive;
         if bytes < HEADER_BYTES_U32 {
             self.rx.on_receive()?;

@@ -72,6 +72,11 @@ impl<N: Net> DeviceFabric<N> {
 }
 
 impl<N> DeviceFabric<N> {
+    /// The device's name, as `rdma link` prints it.
+    pub fn device_name(&self) -> &str {
+        self.shared.context.name()
+    }
+
     /// What pages the receive slabs lie in.
     pub fn page_kind(&self) -> PageKind {
         self.shared.receive.page_kind()

@@ -89,6 +89,10 @@ pub struct Config {
     /// How long a frame may wait in the gate, i.e. behind a full channel, before its admission fails: 1 ms to 1 h,
     /// default 30 s. Too short turns back-pressure into errors.
     pub admission_deadline: Duration,
+    /// Connections on which nothing was sent or received for so long are closed: 1 s and more, default `None`, never.
+    /// The next send connects again, which takes some milliseconds; a frame of the peer's that crosses the end comes
+    /// back to it. For workers with more peers than the SRQ has windows for.
+    pub idle_evict_after: Option<Duration>,
     /// The flag that turns requests away while a process drains; give all transports of a process the same one.
     /// Default: one of its own, that nobody raises.
     pub drain: DrainFlag,
@@ -120,6 +124,7 @@ impl Default for Config {
             tail_probe_after: Duration::from_millis(10),
             health_deadline: Duration::from_secs(2),
             admission_deadline: Duration::from_secs(30),
+            idle_evict_after: None,
             drain: DrainFlag::default(),
             timers: QpTimers { ack_timeout_code: 16, retry_cnt: 6, rnr_retry: 7, min_rnr_timer_code: 3 },
             seed: None,
@@ -193,6 +198,9 @@ impl Config {
         range("timers.retry_cnt", self.timers.retry_cnt.into(), 0, 6)?;
         range("timers.rnr_retry", self.timers.rnr_retry.into(), 0, 7)?;
         range("timers.min_rnr_timer_code", self.timers.min_rnr_timer_code.into(), 1, 31)?;
+        if let Some(after) = self.idle_evict_after {
+            micros("idle_evict_after in µs", after, 1_000_000, u64::MAX)?;
+        }
         if let Progress::SpinThenPark { spin } = self.progress {
             micros("progress.spin in µs", spin, 1, 1_000)?;
         }

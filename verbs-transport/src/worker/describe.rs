@@ -86,6 +86,7 @@ impl<F: Fabric> Worker<F> {
         stats.links = *shared.past_links();
         for peer in shared.all_peers() {
             let state = peer.lock();
+            stats.peers_known += 1;
             stats.peers += usize::from(state.address.is_some());
             if let Some(link) = state.epoch.as_ref().and_then(|epoch| epoch.link.as_ref()) {
                 stats.links.add(&link.counts());

@@ -380,6 +380,7 @@ impl<F: Fabric> Driver<F> {
             // From here on the device touches nothing of this QP's: what it still held may be used again.
             destroy(qp);
             shared.shares().release(rx_window);
+            shared.forget_stranger(peer);
             if let Some(mut link) = link {
                 if link.wrs_in_flight() > 0 {
                     shared.counters.flushes_abandoned.add(1);

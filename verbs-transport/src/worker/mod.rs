@@ -12,6 +12,7 @@ mod dial;
 mod drain;
 mod driver;
 mod error;
+mod evict;
 mod health;
 mod inbound;
 mod outbox;
@@ -170,6 +171,9 @@ impl<F: Fabric> Worker<F> {
         let endpoint = self.endpoint(listener.local_addr());
         let address = WorkerAddress::encode(&endpoint)?;
         let driver = self.poll_with(config.progress)?;
+        if let Some(after) = config.idle_evict_after {
+            shared.spawn(evict::run(Arc::downgrade(shared), after));
+        }
         *lock(&self.owner.running) = Running { address: Some((endpoint, address)), listener: Some(listener), driver };
         Ok(())
     }
@@ -253,31 +257,51 @@ impl<F: Fabric> Worker<F> {
             return Err(RegisterError::Myself { instance: endpoint.instance });
         }
         self.eligible(&endpoint)?;
-        let peer = shared.peer_or_new(endpoint.instance);
+        let id = endpoint.instance;
         let mut effects = Effects::default();
-        {
-            let mut state = peer.lock();
+        let peer = shared.with_peer(id, |peer, state| {
             match state.exchange.on_registered(endpoint.incarnation) {
                 RegisterVerdict::Superseded => {
-                    tracing::debug!(peer = %peer.id, "the address is of a run that is over; the newer one is kept");
+                    tracing::debug!(peer = %id, "the address is of a run that is over; the newer one is kept");
                     if state.address.is_some() {
-                        return Ok(peer.id);
+                        return peer.clone();
                     }
                 }
                 RegisterVerdict::Keep => {}
                 RegisterVerdict::Retire { retired } => {
                     if retired.is_some() {
-                        let cause = Arc::new(EpochEnd::PeerRestarted);
-                        peer.end_unbound(&mut state, shared, &cause, &mut effects);
+                        peer.end_unbound(state, shared, &Arc::new(EpochEnd::PeerRestarted), &mut effects);
                     }
                 }
             }
             state.address = Some(endpoint);
             state.last_end = None;
-        }
+            peer.clone()
+        });
         peer.changed.notify_waiters();
         effects.run(shared);
-        Ok(peer.id)
+        Ok(id)
+    }
+
+    /// Forgets a peer: ends its connection, reports what is queued and in flight, and refuses sends to it from now on.
+    /// `false`: nobody had registered it. The peer may still connect by itself (its frames are delivered).
+    pub fn unregister(&self, peer: InstanceId) -> bool {
+        let shared = self.shared();
+        let Some(peer) = shared.find_peer(peer) else { return false };
+        let mut effects = Effects::default();
+        let known = {
+            let mut state = peer.lock();
+            let known = state.address.take().is_some();
+            if known {
+                if let Some(generation) = state.exchange.generation() {
+                    peer.end_epoch(&mut state, shared, generation, &Arc::new(EpochEnd::Unregistered), &mut effects);
+                }
+            }
+            known
+        };
+        effects.run(shared);
+        shared.forget_stranger(peer.id);
+        known
     }
 
     /// Whether one of the peer's ports can meet ours.

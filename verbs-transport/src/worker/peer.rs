@@ -47,6 +47,8 @@ pub(crate) struct PeerState<F: Fabric> {
     pub(crate) connect_waiters: Vec<oneshot::Sender<Result<(), ConnectError>>>,
     /// Why the last epoch ended, until another one is proven or the peer is registered anew.
     pub(crate) last_end: Option<Arc<EpochEnd>>,
+    /// No longer in the map of peers: whoever finds it looks again.
+    pub(crate) forgotten: bool,
     /// In the driver's list of peers to look at.
     pub(crate) touched: bool,
     /// In the driver's list of peers that owe credits once slabs are posted again.
@@ -159,6 +161,7 @@ impl<F: Fabric> Peer<F> {
             dialer: false,
             connect_waiters: Vec::new(),
             last_end: None,
+            forgotten: false,
             touched: false,
             owing: false,
             starved: false,
