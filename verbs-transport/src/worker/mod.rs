@@ -2,6 +2,9 @@
 
 mod accept;
 mod admission;
+mod backlog;
+#[cfg(test)]
+mod backlog_loom;
 mod config;
 mod connect;
 mod describe;
@@ -17,6 +20,7 @@ mod peer;
 mod poll;
 mod shared;
 mod stats;
+mod sync;
 
 use std::{
     fmt,
