@@ -3,6 +3,7 @@
 pub mod basic;
 pub mod credits;
 pub mod life;
+pub mod soak;
 
 /// Makes one `#[test]` of each scenario of [`basic`] and [`credits`]. `$run` takes a scenario and runs it.
 #[macro_export]
