@@ -134,6 +134,15 @@ impl Drop for Weather {
     }
 }
 
+/// A link that is down for as long as this lives, also when the test fails.
+struct LinkDown(fn(&str));
+
+impl Drop for LinkDown {
+    fn drop(&mut self) {
+        self.0("ip link set eth0 up");
+    }
+}
+
 fn run<R: Future<Output = ()>>(scenario: impl FnOnce(Hosts) -> R) {
     let _turn = device_turn();
     let before = Census::take();
@@ -229,7 +238,7 @@ fn path_cut_for_ten_seconds_ends_typed_and_recovers() {
 fn cut_for(length: Duration) {
     run(|mut hosts| async move {
         let flowing = Run::new(2000);
-        flowing.burst(&hosts.node.worker, hosts.id, 3000);
+        let flow = flowing.flow(&hosts.node.worker, hosts.id);
         let back = hosts.peer.ask(&format!("send {} 3000 2000", hosts.node.id()));
         hosts.arrived(&flowing, 100, LONG);
         let cut = Weather::set("loss 100%");
@@ -246,6 +255,7 @@ fn cut_for(length: Duration) {
         }
         std::thread::sleep(length.saturating_sub(since.elapsed()));
         drop(cut);
+        flow.abort();
         let took = hosts.recover(Duration::from_secs(12));
         eprintln!("  back {took:?} after the path healed: {:?}", flowing.reasons());
         // What came back before or after the cut is in order and whole, and the peer's book has the rest.
@@ -254,7 +264,7 @@ fn cut_for(length: Duration) {
         while let Ok(Some(frame)) = tokio::time::timeout(idle, hosts.node.inbound.message.recv()).await {
             tally.take(&frame);
         }
-        let stats = hosts.peer.ask_json("stats");
+        let stats = hosts.arrived(&flowing, flowing.due(), LONG);
         flowing.assert_accounted(&stats["received"]);
         let (got, sent) = (&tally.json()[&back], &stats["sent"][&back]);
         assert_eq!((&got["repeated"], &got["corrupt"]), (&0.into(), &0.into()), "{got}");
@@ -269,8 +279,9 @@ fn cut_for(length: Duration) {
 fn silent_host_ends_typed_and_comes_back() {
     run(|mut hosts| async move {
         let flowing = Run::new(2000);
-        flowing.burst(&hosts.node.worker, hosts.id, 3000);
+        let flow = flowing.flow(&hosts.node.worker, hosts.id);
         hosts.arrived(&flowing, 100, LONG);
+        let down = LinkDown(sh_on_second_host);
         sh_on_second_host("ip link set eth0 down");
         hosts.all_ended("host gone");
         eprintln!("  {:?}", flowing.reasons());
@@ -282,10 +293,12 @@ fn silent_host_ends_typed_and_comes_back() {
             eprintln!("  connecting: {error} after {:?}", sent.elapsed());
             assert!(sent.elapsed() < END_WITHIN, "{:?}", sent.elapsed());
         }
-        sh_on_second_host("ip link set eth0 up");
+        drop(down);
         let took = hosts.recover(Duration::from_secs(12));
         eprintln!("  back {took:?} after the host came back");
-        flowing.assert_accounted(&hosts.peer.received());
+        flow.abort();
+        let stats = hosts.arrived(&flowing, flowing.due(), LONG);
+        flowing.assert_accounted(&stats["received"]);
         hosts.stop().await;
     });
 }
@@ -295,15 +308,18 @@ fn silent_host_ends_typed_and_comes_back() {
 fn own_link_down_ends_typed_and_comes_back() {
     run(|mut hosts| async move {
         let flowing = Run::new(2000);
-        flowing.burst(&hosts.node.worker, hosts.id, 3000);
+        let flow = flowing.flow(&hosts.node.worker, hosts.id);
         hosts.arrived(&flowing, 100, LONG);
+        let down = LinkDown(sh);
         sh("ip link set eth0 down");
         hosts.all_ended("own link down");
         eprintln!("  {:?}", flowing.reasons());
-        sh("ip link set eth0 up");
+        drop(down);
         let took = hosts.recover(Duration::from_secs(12));
         eprintln!("  back {took:?} after the link came up");
-        flowing.assert_accounted(&hosts.peer.received());
+        flow.abort();
+        let stats = hosts.arrived(&flowing, flowing.due(), LONG);
+        flowing.assert_accounted(&stats["received"]);
         hosts.stop().await;
     });
 }

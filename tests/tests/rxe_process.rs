@@ -237,7 +237,7 @@ fn peers_killed_while_connecting_leave_nothing() {
                 node.send_numbered(id, verbs_transport::MessageType::Message, 1);
             }
             peer.tell(&format!("connect {me}"));
-            std::thread::sleep(Duration::from_millis(round));
+            std::thread::sleep(Duration::from_millis(7 * round));
             peer.kill();
             soon("its QP goes", END_WITHIN, || all_home(&node));
         }
@@ -300,7 +300,7 @@ fn link_flap_ends_in_time_and_reconnects_within_seconds() {
         let mut peer = PeerProcess::start(PEER, &[]);
         let id = node.worker.register(peer.address()).expect("good");
         let flowing = Run::new(4096);
-        flowing.burst(&node.worker, id, 3000);
+        let flow = flowing.flow(&node.worker, id);
         arrived(&mut peer, &flowing, 100, Duration::from_secs(10));
         sh("ip link set dummy0 down");
         let down = Instant::now();
@@ -329,6 +329,8 @@ fn link_flap_ends_in_time_and_reconnects_within_seconds() {
         arrived(&mut peer, &recovered, 20, Duration::from_secs(5));
         eprintln!("link up: 20 frames after {:?}", up.elapsed());
         assert!(up.elapsed() < Duration::from_secs(10));
+        flow.abort();
+        arrived(&mut peer, &flowing, flowing.due(), Duration::from_secs(5));
         let received = peer.received();
         [&flowing, &meanwhile, &recovered].into_iter().for_each(|run| run.assert_accounted(&received));
         soon("old QPs go", Duration::from_secs(3), || node.worker.stats().qps == 1);

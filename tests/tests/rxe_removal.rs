@@ -1,7 +1,10 @@
 //! B15: the device's link is deleted under a running worker. A binary of its own, for it destroys the device, and makes
 //! it again as it was.
 
-use std::time::{Duration, Instant};
+use std::{
+    process::Command,
+    time::{Duration, Instant},
+};
 
 use verbs_bootstrap::TcpNet;
 use verbs_tests::{
@@ -27,7 +30,7 @@ fn deleted_link_ends_everything_typed_and_a_new_device_opens() {
     let before = Census::take();
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("a runtime");
-    runtime.block_on(async {
+    let mut deleting = runtime.block_on(async {
         let lab = DeviceLab::new();
         let (a, mut b) = (Node::start(&lab, 1).await, Node::start(&lab, 2).await);
         a.register(&b);
@@ -42,7 +45,8 @@ fn deleted_link_ends_everything_typed_and_a_new_device_opens() {
         let other_way = Run::new(4096);
         other_way.burst(&b.worker, a.id(), 3000);
         std::thread::sleep(Duration::from_millis(50));
-        sh("ip link del dummy0");
+        // It returns when nobody holds the device any more.
+        let deleting = Command::new("ip").args(["link", "del", "dummy0"]).spawn().expect("the ip command");
         let deleted = Instant::now();
         let ended = |node: &Node<_>| {
             let stats = node.worker.stats();
@@ -74,12 +78,15 @@ fn deleted_link_ends_everything_typed_and_a_new_device_opens() {
         drop(a);
         b.stop().await;
         assert!(stopping.elapsed() < Duration::from_secs(3), "shutdown took {:?}", stopping.elapsed());
+        deleting
     });
     runtime.shutdown_timeout(Duration::from_secs(5));
-    // The old device goes with its last context.
+    // The old device goes with its last context, and the command that deletes its link ends.
     let gone = Instant::now();
-    while std::path::Path::new("/sys/class/infiniband/rxe0").exists() {
-        assert!(gone.elapsed() < Duration::from_secs(5), "the deleted device is still held");
+    while std::path::Path::new("/sys/class/infiniband/rxe0").exists()
+        || deleting.try_wait().expect("a child of ours").is_none()
+    {
+        assert!(gone.elapsed() < Duration::from_secs(15), "the deleted device is still held");
         std::thread::sleep(Duration::from_millis(10));
     }
     sh(MAKE);

@@ -24,7 +24,10 @@ pub async fn connect_and_close_cycles<L: Lab>(lab: Arc<L>) {
     let mut a = Node::start(&*lab, 1).await;
     let mut aborted = 0;
     for cycle in 0..cycles {
-        let config = Config { window_slabs: 8, instance: InstanceId(2), ..lab.config(2) };
+        let config = lab.config(2);
+        // The same name each time, but another run.
+        let seed = config.seed.map(|seed| seed ^ u64::from(cycle + 1));
+        let config = Config { window_slabs: 8, instance: InstanceId(2), seed, ..config };
         let mut b = Node::start_with(lab.fabric_with(2, TINY_SLABS), config).await;
         b.register(&a);
         if cycle % 10 == 9 {
