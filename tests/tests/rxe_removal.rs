@@ -41,10 +41,10 @@ fn deleted_link_ends_everything_typed_and_a_new_device_opens() {
             next(&mut b.inbound.message).await;
         }
         let traffic = Run::new(4096);
-        traffic.burst(&a.worker, b.id(), 3000);
+        traffic.flow(&a.worker, b.id());
         let other_way = Run::new(4096);
-        other_way.burst(&b.worker, a.id(), 3000);
-        std::thread::sleep(Duration::from_millis(50));
+        other_way.flow(&b.worker, a.id());
+        std::thread::sleep(Duration::from_millis(100));
         // It returns when nobody holds the device any more.
         let deleting = Command::new("ip").args(["link", "del", "dummy0"]).spawn().expect("the ip command");
         let deleted = Instant::now();
@@ -57,7 +57,7 @@ fn deleted_link_ends_everything_typed_and_a_new_device_opens() {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
         eprintln!("ended after {:?}: {:?} and {:?}", deleted.elapsed(), traffic.reasons(), other_way.reasons());
-        assert!(!traffic.failures().is_empty());
+        assert!(!traffic.failures().is_empty() && !other_way.failures().is_empty());
 
         let late = Run::new(64);
         late.burst(&a.worker, b.id(), 10);
