@@ -1,6 +1,7 @@
 //! Workers in processes of their own, here or on a second host: see `bin/peer.rs` for what they understand.
 
 use std::{
+    fmt::Write as FmtWrite,
     fs::{File, OpenOptions},
     io::{BufRead as _, BufReader, Write as _},
     path::{Path, PathBuf},
@@ -273,7 +274,10 @@ fn check(line: &str, command: &mut Command) {
 
 /// Two digits a byte.
 pub fn to_hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+    bytes.iter().fold(String::with_capacity(2 * bytes.len()), |mut text, byte| {
+        FmtWrite::write_fmt(&mut text, format_args!("{byte:02x}")).expect("a String takes all");
+        text
+    })
 }
 
 /// The bytes again; `None` if the text is no such thing.

@@ -49,7 +49,7 @@ pub struct Failure {
 
 /// The sender's book of one run of numbers.
 pub struct Run {
-    run: u64,
+    number: u64,
     payload_bytes: usize,
     began: Instant,
     failures: Mutex<Vec<Failure>>,
@@ -59,7 +59,7 @@ pub struct Run {
 
 impl fmt::Debug for Run {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Run").field("run", &self.run).field("sent", &self.sent()).finish_non_exhaustive()
+        f.debug_struct("Run").field("run", &self.number).field("sent", &self.sent()).finish_non_exhaustive()
     }
 }
 
@@ -71,7 +71,7 @@ impl Run {
     /// A new run, of frames with so many payload bytes.
     pub fn new(payload_bytes: usize) -> Arc<Self> {
         Arc::new(Self {
-            run: fastrand::u64(..),
+            number: fastrand::u64(..),
             payload_bytes,
             began: Instant::now(),
             failures: Mutex::default(),
@@ -82,7 +82,7 @@ impl Run {
 
     /// Its name, as the receiver's book has it.
     pub fn name(&self) -> String {
-        format!("{:016x}", self.run)
+        format!("{:016x}", self.number)
     }
 
     /// Frames sent so far.
@@ -96,8 +96,8 @@ impl Run {
         let mut sent = lock(&self.sent);
         let seq = *sent;
         *sent += 1;
-        let body = payload(self.run, seq, self.payload_bytes);
-        let outcome = worker.send(to, header(self.run, seq), body, MessageType::Message, self.clone());
+        let body = payload(self.number, seq, self.payload_bytes);
+        let outcome = worker.send(to, header(self.number, seq), body, MessageType::Message, self.clone());
         drop(sent);
         if let SendOutcome::Pending(admission) = &outcome {
             let run = self.clone();
@@ -200,7 +200,7 @@ impl Run {
 impl SendErrorHandler for Run {
     fn on_error(&self, head: Bytes, body: Bytes, error: SendError) {
         match parse(&head) {
-            Some((run, seq)) if run == self.run && body == payload(run, seq, self.payload_bytes) => {
+            Some((run, seq)) if run == self.number && body == payload(run, seq, self.payload_bytes) => {
                 self.note(seq, error.to_string(), false);
             }
             other => lock(&self.broken).push(format!("{other:?} with {} payload bytes: {error}", body.len())),
@@ -289,8 +289,8 @@ mod tests {
         *lock(&run.sent) = 4;
         run.note(3, "gone".to_owned(), false);
         let mut tally = Tally::default();
-        tally.take(&frame(run.run, 0));
-        tally.take(&frame(run.run, 1));
+        tally.take(&frame(run.number, 0));
+        tally.take(&frame(run.number, 1));
         run.assert_accounted(&tally.json());
     }
 }

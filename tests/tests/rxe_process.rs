@@ -76,8 +76,9 @@ fn killed_receiver_ends_every_frame_once_within_six_seconds() {
         let mut peer = PeerProcess::start(PEER, &[]);
         let id = node.worker.register(peer.address()).expect("good");
         let burst = Run::new(4096);
-        burst.burst(&node.worker, id, 4000);
+        burst.burst(&node.worker, id, 200);
         arrived(&mut peer, &burst, 200, Duration::from_secs(10));
+        burst.burst(&node.worker, id, 3800);
         let killed = Instant::now();
         peer.kill();
         soon("all frames end", END_WITHIN, || all_home(&node));
@@ -285,7 +286,9 @@ fn lost_gid_ends_typed_and_comes_back_at_another_index() {
         let now = node.worker.describe(id).expect("known");
         eprintln!("gid_index was {index}, is {}: {}", now.local.gid_index, now.path);
         let received = peer.received();
-        [&before, &lost, &after].into_iter().for_each(|run| run.assert_accounted(&received));
+        for run in [&before, &lost, &after] {
+            run.assert_accounted(&received);
+        }
         peer.finish();
         node.stop().await;
     });
@@ -332,7 +335,9 @@ fn link_flap_ends_in_time_and_reconnects_within_seconds() {
         flow.abort();
         arrived(&mut peer, &flowing, flowing.due(), Duration::from_secs(5));
         let received = peer.received();
-        [&flowing, &meanwhile, &recovered].into_iter().for_each(|run| run.assert_accounted(&received));
+        for run in [&flowing, &meanwhile, &recovered] {
+            run.assert_accounted(&received);
+        }
         soon("old QPs go", Duration::from_secs(3), || node.worker.stats().qps == 1);
         peer.wait_for("single QP", Duration::from_secs(3), |stats| stats["qps"] == 1);
         peer.finish();

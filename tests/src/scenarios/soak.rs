@@ -89,7 +89,9 @@ pub async fn many_peers<L: Lab>(lab: Arc<L>) {
     let workers = resident_bytes();
     lap(&mut report, "workers started");
 
-    others.iter().for_each(|b| a.register(b));
+    for b in &others {
+        a.register(b);
+    }
     let connecting: Vec<_> = others
         .iter()
         .map(|b| {
@@ -104,7 +106,9 @@ pub async fn many_peers<L: Lab>(lab: Arc<L>) {
     let connected = resident_bytes();
     assert_eq!(a.worker.stats().connections, peers as usize);
 
-    others.iter().for_each(|b| a.send_numbered(b.id(), MessageType::Message, 1));
+    for b in &others {
+        a.send_numbered(b.id(), MessageType::Message, 1);
+    }
     for b in &mut others {
         b.register(&a);
         assert_numbered(&next_within(&mut b.inbound.message, LONG).await, 1);
