@@ -170,6 +170,8 @@ pub struct LinkCounts {
     pub pure_grants: u64,
     /// Pure grants received.
     pub pure_grants_received: u64,
+    /// SENDs of any kind received.
+    pub received: u64,
     /// PINGs sent.
     pub pings: u64,
     /// PINGs answered.
@@ -318,6 +320,11 @@ impl Link {
         self.withhold = withhold;
     }
 
+    /// Whether a WR is in flight whose completion must come without anything more from us.
+    pub fn awaits_completion(&self) -> bool {
+        self.sends.awaits_completion()
+    }
+
     /// WRs in flight that nothing will cover unless something signaled is posted behind them.
     pub fn has_bare_tail(&self) -> bool {
         self.sends.has_bare_tail()
@@ -440,9 +447,11 @@ impl Link {
                 }
             };
             let head = self.header(kind, false, false, word);
-            // A PING is signaled: it is also what covers a bare tail. So is whatever takes a scarce slab: were the last
+            // A PING is signaled: it is also what covers a bare tail. So is a PONG, or it would be a bare tail itself,
+            // which a PING covers, which a PONG answers, without end. So is whatever takes a scarce slab: were the last
             // ones held by unsignaled grants, no PING could go out to bring them home.
-            let force_signal = matches!(kind, FrameKind::Ping) || (slab.is_some() && out.slabs_scarce());
+            let answers = matches!(kind, FrameKind::Ping | FrameKind::Pong);
+            let force_signal = answers || (slab.is_some() && out.slabs_scarce());
             let (seq, signaled) = (self.sends.next_seq(), self.sends.will_signal(force_signal));
             let slab = match slab {
                 None => {
@@ -470,6 +479,7 @@ impl Link {
     /// [`LinkError`]: the peer broke the protocol. The slab goes back in any case; a data frame's credit too.
     pub fn on_receive(&mut self, head: [u8; HEADER_BYTES], bytes: u32) -> Result<Incoming, LinkError> {
         self.held = false;
+        self.counts.received += 1;
         self.proven |= self.proof_by_receive;
         if bytes < HEADER_BYTES_U32 {
             self.rx.on_receive()?;
@@ -478,7 +488,9 @@ impl Link {
         let header = match FrameHeader::decode(head) {
             Ok(header) => header,
             Err(malformed) => {
-                self.rx.on_receive()?;
+                if !FrameHeader::is_of_reserve(malformed) {
+                    self.rx.on_receive()?;
+                }
                 return Err(self.malformed(malformed));
             }
         };
@@ -503,16 +515,25 @@ impl Link {
             return Err(self.malformed(Malformed::Body { kind, body }));
         }
         match header.kind {
+            // A peer sends the next PING when it has our PONG. Frames of one QP come once and in order, so a second one
+            // is no accident.
+            FrameKind::Ping if self.pong_due.is_some() => return Err(self.malformed(Malformed::Unexpected { kind })),
             FrameKind::Ping => self.pong_due = Some(header.word),
             FrameKind::Pong => {
-                // A token that nobody waits for is stale: not an error.
-                if let Some(ping) = self.ping.take_if(|ping| ping.token == header.word) {
-                    self.proven = true;
-                    self.counts.pongs += 1;
-                    return Ok(Incoming::Pong { sent_at: ping.sent_at });
-                }
+                let Some(ping) = self.ping.take_if(|ping| ping.token == header.word) else {
+                    return Err(self.malformed(Malformed::Unexpected { kind }));
+                };
+                self.proven = true;
+                self.counts.pongs += 1;
+                return Ok(Incoming::Pong { sent_at: ping.sent_at });
             }
-            _ => self.counts.pure_grants_received += 1,
+            _ => {
+                let least = RxCredits::pure_grant_min(self.limits.tx_window);
+                if u16::from(header.credits) < least {
+                    return Err(self.malformed(Malformed::SmallGrant { credits: header.credits, least }));
+                }
+                self.counts.pure_grants_received += 1;
+            }
         }
         Ok(Incoming::Control)
     }

@@ -143,6 +143,15 @@ pub enum EpochEnd {
     /// The device or its CQ is broken.
     #[error("the device is lost: {0}")]
     DeviceLost(#[source] Arc<FabricError>),
+    /// Nothing was sent or received for `idle_evict_after`.
+    #[error("idle for {after:?} (`idle_evict_after`)")]
+    Idle {
+        /// The limit.
+        after: Duration,
+    },
+    /// [`Worker::unregister`](crate::Worker::unregister) was called.
+    #[error("the peer was unregistered")]
+    Unregistered,
     /// This worker is shutting down.
     #[error("shutting down")]
     ShuttingDown,

@@ -58,6 +58,8 @@ macro_rules! counters {
             pub links: LinkCounts,
             /// Peers registered, now.
             pub peers: usize,
+            /// Peers known, now: registered, or connected by themselves.
+            pub peers_known: usize,
             /// Connections proven, now.
             pub connections: usize,
             /// QPs that exist, now: connected, connecting and ending.
@@ -159,6 +161,7 @@ impl LinkCounts {
         self.fragments += other.fragments;
         self.pure_grants += other.pure_grants;
         self.pure_grants_received += other.pure_grants_received;
+        self.received += other.received;
         self.pings += other.pings;
         self.pongs += other.pongs;
         self.credits_received += other.credits_received;
