@@ -332,42 +332,25 @@ impl<F: Fabric> Worker<F> {
     ) -> SendOutcome {
         let shared = self.shared();
         let frame = Frame { kind, header, payload, on_error };
-        match self.check(peer, &frame) {
-            Ok(peer) => {
-                shared.counters.sent.add(kind, frame.body_bytes());
-                peer.send(shared, frame)
-            }
-            Err(error) => {
-                shared.counters.rejected.add(1);
-                report(frame, error);
-                SendOutcome::Admitted
-            }
-        }
+        let sent = match self.peer_to_send_to(peer) {
+            Ok(peer) => peer.send(shared, frame),
+            Err(error) => Err((frame, error)),
+        };
+        sent.unwrap_or_else(|(frame, error)| {
+            shared.counters.rejected.add(1);
+            report(frame, error);
+            SendOutcome::Admitted
+        })
     }
 
-    fn check(&self, id: InstanceId, frame: &Frame) -> Result<Arc<Peer<F>>, SendError> {
+    fn peer_to_send_to(&self, id: InstanceId) -> Result<Arc<Peer<F>>, SendError> {
         let shared = self.shared();
         match shared.life() {
             Life::New => return Err(SendError::NotStarted),
             Life::Running => {}
             Life::Stopping | Life::Stopped => return Err(SendError::ShuttingDown),
         }
-        let not_registered = SendError::PeerNotRegistered { peer: id };
-        let peer = shared.find_peer(id).ok_or(not_registered.clone())?;
-        let (registered, max) = {
-            let state = peer.lock();
-            let remote = state.epoch.as_ref().and_then(|epoch| epoch.remote.as_ref());
-            let theirs = remote.map_or(u32::MAX, |remote| remote.eager_max_bytes);
-            (state.address.is_some(), theirs.min(shared.config.eager_max_bytes) as usize)
-        };
-        if !registered {
-            return Err(not_registered);
-        }
-        let bytes = frame.body_bytes();
-        if bytes > max {
-            return Err(SendError::TooLarge { bytes, max });
-        }
-        Ok(peer)
+        shared.find_peer(id).ok_or(SendError::PeerNotRegistered { peer: id })
     }
 
     /// Largest frame to this peer in bytes, header and payload together; `None` while its limit is unknown.

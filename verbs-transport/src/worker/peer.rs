@@ -180,8 +180,12 @@ impl<F: Fabric> Peer<F> {
         end.map_or_else(|| "the connection ended".to_owned(), |end| end.to_string())
     }
 
-    /// One frame through the gate. The caller has checked registration and size.
-    pub(crate) fn send(self: &Arc<Self>, shared: &Arc<Shared<F>>, frame: Frame) -> SendOutcome {
+    /// One frame through the gate, or back with the reason why not.
+    pub(crate) fn send(
+        self: &Arc<Self>,
+        shared: &Arc<Shared<F>>,
+        frame: Frame,
+    ) -> Result<SendOutcome, (Frame, SendError)> {
         let mut effects = Effects::default();
         let mut state = self.lock();
         if shared.is_stopping() {
@@ -189,8 +193,14 @@ impl<F: Fabric> Peer<F> {
             drop(state);
             shared.counters.failed.add(1);
             report(frame, SendError::ShuttingDown);
-            return SendOutcome::Admitted;
+            return Ok(SendOutcome::Admitted);
         }
+        // Under this very lock: a connection that comes up in between has looked through the queue already.
+        if let Err(error) = state.admits(self.id, &frame, shared.config.eager_max_bytes) {
+            drop(state);
+            return Err((frame, error));
+        }
+        shared.counters.sent.add(frame.kind, frame.body_bytes());
         let outcome = if state.gate.is_empty() && state.queue.len() < shared.config.channel_frames {
             state.queue.push_back(frame);
             SendOutcome::Admitted
@@ -209,7 +219,7 @@ impl<F: Fabric> Peer<F> {
         }
         drop(state);
         effects.run(shared);
-        outcome
+        Ok(outcome)
     }
 
     /// Posts what may be posted and lets frames move up from the gate.
@@ -418,6 +428,17 @@ impl<F: Fabric> PeerState<F> {
     /// Whether frames wait in the channel or the gate.
     pub(crate) fn has_waiting(&self) -> bool {
         !self.queue.is_empty() || !self.gate.is_empty()
+    }
+
+    /// Whether a frame to this peer may join its queue now.
+    fn admits(&self, peer: InstanceId, frame: &Frame, eager_max_bytes: u32) -> Result<(), SendError> {
+        if self.address.is_none() {
+            return Err(SendError::PeerNotRegistered { peer });
+        }
+        let remote = self.epoch.as_ref().and_then(|epoch| epoch.remote.as_ref());
+        let max = remote.map_or(eager_max_bytes, |remote| remote.eager_max_bytes.min(eager_max_bytes)) as usize;
+        let bytes = frame.body_bytes();
+        if bytes > max { Err(SendError::TooLarge { bytes, max }) } else { Ok(()) }
     }
 
     /// Fails the admissions of frames in the gate above `max` bytes.
