@@ -254,6 +254,13 @@ pub async fn unregister_ends_and_forgets<L: Lab>(lab: Arc<L>) {
     assert!(a.errors.all()[0].2.to_string().contains("not registered"), "{:?}", a.errors);
     tokio::time::sleep(Duration::from_millis(300)).await;
     assert_eq!((a.worker.stats().peers_known, a.worker.stats().qps), (0, 0));
+    // Before its dial has begun, a frame is queued without an epoch.
+    a.register(&b);
+    a.send_numbered(b.id(), MessageType::Message, 4);
+    assert!(a.worker.unregister(b.id()));
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    assert_eq!(a.errors.count(), 2, "{:?}", a.errors);
+    assert_eq!((a.worker.stats().peers_known, a.worker.stats().qps), (0, 0));
     a.register(&b);
     a.send_numbered(b.id(), MessageType::Message, 3);
     assert_numbered(&next(&mut b.inbound.message).await, 3);

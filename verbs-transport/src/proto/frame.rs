@@ -319,6 +319,33 @@ mod tests {
         assert_eq!(grant.encode(), [0xB1, 7, 0, 255, 0, 0, 0, 0]);
     }
 
+    /// The whole of docs/wire-format.md's list.
+    #[test]
+    fn golden_frames() {
+        let data = |first, last, word| FrameHeader {
+            kind: FrameKind::Data(MessageType::Message),
+            wish: GrantWish::None,
+            first,
+            last,
+            credits: 0,
+            word,
+        };
+        let control = |kind, credits| FrameHeader { kind, credits, ..data(false, false, 7) };
+        let golden = [
+            (data(true, true, 2), [0xB1, 0, 0x0C, 0, 0, 0, 0, 2]),
+            (data(true, true, 0), [0xB1, 0, 0x0C, 0, 0, 0, 0, 0]),
+            (control(FrameKind::Ping, 0), [0xB1, 5, 0, 0, 0, 0, 0, 7]),
+            (control(FrameKind::Pong, 3), [0xB1, 6, 0, 3, 0, 0, 0, 7]),
+            (data(true, false, 5), [0xB1, 0, 4, 0, 0, 0, 0, 5]),
+            (data(false, false, 8184), [0xB1, 0, 0, 0, 0, 0, 0x1F, 0xF8]),
+            (data(false, true, 16_368), [0xB1, 0, 8, 0, 0, 0, 0x3F, 0xF0]),
+        ];
+        for (header, bytes) in golden {
+            assert_eq!(header.encode(), bytes);
+            assert_eq!(FrameHeader::decode(bytes), Ok(header));
+        }
+    }
+
     /// M-11, M-38: values that are not in the table are errors.
     #[test]
     fn unknown_type_flags_and_version_are_refused() {

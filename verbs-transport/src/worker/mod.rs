@@ -2,6 +2,9 @@
 
 mod accept;
 mod admission;
+mod backlog;
+#[cfg(test)]
+mod backlog_loom;
 mod config;
 mod connect;
 mod describe;
@@ -17,6 +20,7 @@ mod peer;
 mod poll;
 mod shared;
 mod stats;
+mod sync;
 
 use std::{
     fmt,
@@ -44,7 +48,7 @@ use self::{
     driver::Driver,
     error::cannot_meet,
     inbound::Sink,
-    peer::{Effects, Peer, report},
+    peer::Effects,
     shared::{Life, Shared, lock},
 };
 use crate::{
@@ -289,9 +293,11 @@ impl<F: Fabric> Worker<F> {
             let mut state = peer.lock();
             let known = state.address.take().is_some();
             if known {
+                // Also what is queued before an epoch has begun.
                 if let Some(generation) = state.exchange.generation() {
-                    peer.end_epoch(&mut state, shared, generation, &Arc::new(EpochEnd::Unregistered), &mut effects);
+                    state.exchange.on_epoch_end(generation, shared.now());
                 }
+                peer.end_unbound(&mut state, shared, &Arc::new(EpochEnd::Unregistered), &mut effects);
             }
             known
         };
@@ -332,25 +338,14 @@ impl<F: Fabric> Worker<F> {
     ) -> SendOutcome {
         let shared = self.shared();
         let frame = Frame { kind, header, payload, on_error };
-        let sent = match self.peer_to_send_to(peer) {
-            Ok(peer) => peer.send(shared, frame),
-            Err(error) => Err((frame, error)),
-        };
-        sent.unwrap_or_else(|(frame, error)| {
-            shared.counters.rejected.add(1);
-            report(frame, error);
-            SendOutcome::Admitted
-        })
-    }
-
-    fn peer_to_send_to(&self, id: InstanceId) -> Result<Arc<Peer<F>>, SendError> {
-        let shared = self.shared();
-        match shared.life() {
-            Life::New => return Err(SendError::NotStarted),
-            Life::Running => {}
-            Life::Stopping | Life::Stopped => return Err(SendError::ShuttingDown),
+        if shared.life() == Life::New {
+            return shared.reject(frame, SendError::NotStarted);
         }
-        shared.find_peer(id).ok_or(SendError::PeerNotRegistered { peer: id })
+        match shared.find_peer(peer) {
+            Some(peer) => peer.send(shared, frame),
+            None if shared.is_stopping() => shared.reject(frame, SendError::ShuttingDown),
+            None => shared.reject(frame, SendError::PeerNotRegistered { peer }),
+        }
     }
 
     /// Largest frame to this peer in bytes, header and payload together; `None` while its limit is unknown.

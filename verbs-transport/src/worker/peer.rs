@@ -145,7 +145,7 @@ impl Effects {
 }
 
 /// Gives a frame back through its error handler.
-pub(crate) fn report(frame: Frame, error: SendError) {
+fn report(frame: Frame, error: SendError) {
     let Frame { header, payload, on_error, .. } = frame;
     contain("on_error", || on_error.on_error(header, payload, error));
 }
@@ -180,25 +180,14 @@ impl<F: Fabric> Peer<F> {
         end.map_or_else(|| "the connection ended".to_owned(), |end| end.to_string())
     }
 
-    /// One frame through the gate, or back with the reason why not.
-    pub(crate) fn send(
-        self: &Arc<Self>,
-        shared: &Arc<Shared<F>>,
-        frame: Frame,
-    ) -> Result<SendOutcome, (Frame, SendError)> {
+    /// One frame through the gate.
+    pub(crate) fn send(self: &Arc<Self>, shared: &Arc<Shared<F>>, frame: Frame) -> SendOutcome {
         let mut effects = Effects::default();
         let mut state = self.lock();
-        if shared.is_stopping() {
-            // Checked under the lock: shutdown takes each lock after it has raised the flag.
+        // Checked under the lock: whoever shuts down or unregisters empties the queues under it afterwards.
+        if let Err(error) = state.takes(shared, self.id, &frame) {
             drop(state);
-            shared.counters.failed.add(1);
-            report(frame, SendError::ShuttingDown);
-            return Ok(SendOutcome::Admitted);
-        }
-        // Under this very lock: a connection that comes up in between has looked through the queue already.
-        if let Err(error) = state.admits(self.id, &frame, shared.config.eager_max_bytes) {
-            drop(state);
-            return Err((frame, error));
+            return shared.reject(frame, error);
         }
         shared.counters.sent.add(frame.kind, frame.body_bytes());
         let outcome = if state.gate.is_empty() && state.queue.len() < shared.config.channel_frames {
@@ -219,7 +208,7 @@ impl<F: Fabric> Peer<F> {
         }
         drop(state);
         effects.run(shared);
-        Ok(outcome)
+        outcome
     }
 
     /// Posts what may be posted and lets frames move up from the gate.
@@ -357,6 +346,13 @@ fn begin_flush<Q: FabricQp>(qp: &Q, link: Option<&mut Link>) -> Result<(), Box<d
 }
 
 impl<F: Fabric> Shared<F> {
+    /// Reports a frame that never entered the gate.
+    pub(crate) fn reject(&self, frame: Frame, error: SendError) -> SendOutcome {
+        self.counters.rejected.add(1);
+        report(frame, error);
+        SendOutcome::Admitted
+    }
+
     /// One operation is done: its slab goes back, its frame has arrived.
     pub(crate) fn release_op(&self, op: InFlight) {
         if let Some(slab) = op.slab {
@@ -391,6 +387,20 @@ impl<F: Fabric> Shared<F> {
 const IDLE_FRAMES: usize = 16;
 
 impl<F: Fabric> PeerState<F> {
+    /// Whether a frame may enter the gate.
+    fn takes(&self, shared: &Shared<F>, peer: InstanceId, frame: &Frame) -> Result<(), SendError> {
+        if shared.is_stopping() {
+            return Err(SendError::ShuttingDown);
+        }
+        if self.address.is_none() {
+            return Err(SendError::PeerNotRegistered { peer });
+        }
+        let remote = self.epoch.as_ref().and_then(|epoch| epoch.remote.as_ref());
+        let theirs = remote.map_or(u32::MAX, |remote| remote.eager_max_bytes);
+        let (bytes, max) = (frame.body_bytes(), theirs.min(shared.config.eager_max_bytes) as usize);
+        if bytes > max { Err(SendError::TooLarge { bytes, max }) } else { Ok(()) }
+    }
+
     /// Gives back the memory of a burst that is over.
     pub(crate) fn trim(&mut self) {
         if self.queue.is_empty() && self.queue.capacity() > IDLE_FRAMES {
@@ -428,17 +438,6 @@ impl<F: Fabric> PeerState<F> {
     /// Whether frames wait in the channel or the gate.
     pub(crate) fn has_waiting(&self) -> bool {
         !self.queue.is_empty() || !self.gate.is_empty()
-    }
-
-    /// Whether a frame to this peer may join its queue now.
-    fn admits(&self, peer: InstanceId, frame: &Frame, eager_max_bytes: u32) -> Result<(), SendError> {
-        if self.address.is_none() {
-            return Err(SendError::PeerNotRegistered { peer });
-        }
-        let remote = self.epoch.as_ref().and_then(|epoch| epoch.remote.as_ref());
-        let max = remote.map_or(eager_max_bytes, |remote| remote.eager_max_bytes.min(eager_max_bytes)) as usize;
-        let bytes = frame.body_bytes();
-        if bytes > max { Err(SendError::TooLarge { bytes, max }) } else { Ok(()) }
     }
 
     /// Fails the admissions of frames in the gate above `max` bytes.

@@ -136,7 +136,9 @@ impl Side {
             let filled = self.link.fill(|| now, &mut self.queue, &mut batch);
             let packets = batch.packets;
             let none = packets.is_empty();
-            packets.into_iter().for_each(|packet| self.post(packet));
+            for packet in packets {
+                self.post(packet);
+            }
             if filled != Filled::BatchFull {
                 return filled;
             }
@@ -217,7 +219,9 @@ impl Side {
                 self.link.on_send_failed(seq, |op, ended| ops.push((op, ended)));
             }
         }
-        ops.into_iter().for_each(|(op, ended)| self.end_op(op, ended));
+        for (op, ended) in ops {
+            self.end_op(op, ended);
+        }
         assert_eq!(self.link.wrs_in_flight(), 0, "every operation has ended");
         for frame in std::mem::take(&mut self.queue) {
             self.end_op(InFlight { slab: None, frame: Some(frame) }, Ended::Failed);

@@ -171,8 +171,8 @@ proptest! {
         for op in ops {
             pair.step(op);
         }
-        for at in 0..2 {
-            pair.sides[at].break_down(acked[at], lost);
+        for (at, acked) in acked.into_iter().enumerate() {
+            pair.sides[at].break_down(acked, lost);
             prop_assert_eq!(pair.sides[at].pool.len(), world.1[at]);
             prop_assert_eq!(pair.pump(at), Filled::Held, "nothing goes out after the end");
         }

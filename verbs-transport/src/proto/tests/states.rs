@@ -126,10 +126,9 @@ fn every_state_meets_every_frame() {
             assert!(receive(&mut link, header, body).is_ok(), "{state:?} × {name}");
             let expected = match state {
                 // The first receive of the accepting side proves that the dialer is in RTS.
-                Held => (true, Filled::Idle, vec![EVENT]),
+                Held | Proven => (true, Filled::Idle, vec![EVENT]),
                 // The dialing side waits for its PONG.
                 Proving => (false, Filled::Held, vec![]),
-                Proven => (true, Filled::Idle, vec![EVENT]),
                 Ended => (true, Filled::Held, vec![]),
             };
             assert_eq!(after(&mut link), expected, "{state:?} × {name}");
@@ -316,6 +315,8 @@ fn a_malformed_fragment_gives_its_credit_back() {
 /// Grants: on data, on control frames, pure at half unasked, pure at a quarter when asked hard, none while withheld.
 #[test]
 fn grants_go_when_they_are_due_and_not_before() {
+    type Case<'a> = (u16, GrantWish, &'a [(FrameKind, u8)]);
+
     let arrive = |link: &mut Link, count, wish| {
         for _ in 0..count {
             receive(link, FrameHeader { wish, ..head(DATA, 0, 0) }, 0).unwrap();
@@ -327,7 +328,7 @@ fn grants_go_when_they_are_due_and_not_before() {
         link.fill(Instant::now, &mut VecDeque::new(), &mut tray);
         tray.heads.iter().map(|head| (head.kind, head.credits)).collect::<Vec<_>>()
     };
-    let cases: [(u16, GrantWish, &[(FrameKind, u8)]); 6] = [
+    let cases: [Case<'_>; 6] = [
         (31, GrantWish::None, &[]),
         (31, GrantWish::Soft, &[]),
         (32, GrantWish::None, &[(FrameKind::PureGrant, 32)]),
@@ -394,7 +395,6 @@ fn data_leaves_the_control_frames_their_work_requests() {
     assert!(link.drain_marker().is_some());
 }
 
-/// One bit of the fixed header decides the type: nothing else is needed to route.
 #[test]
 fn short_frames_are_malformed_at_every_length() {
     for bytes in 0..HEADER_BYTES_U32 {
