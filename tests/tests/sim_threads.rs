@@ -30,7 +30,11 @@ verbs_tests::suite!(
 verbs_tests::suite!(
     run,
     verbs_tests::scenarios::limits,
-    [a_reader_that_does_not_read_holds_its_sender_up, peers_beyond_the_srq_get_less_and_then_a_refusal,]
+    [
+        a_reader_that_does_not_read_holds_its_sender_up,
+        frames_above_a_limit_just_learnt_are_reported,
+        peers_beyond_the_srq_get_less_and_then_a_refusal,
+    ]
 );
 verbs_tests::suite!(
     run,

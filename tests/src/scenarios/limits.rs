@@ -70,6 +70,37 @@ pub async fn mt_29_cancel_keeps_the_order_of_successors<L: Lab>(lab: Arc<L>) {
     b.stop().await;
 }
 
+/// M-71, M-73: frames above the peer's limit that are sent while the connection that tells the limit comes up: each is
+/// reported, none goes out.
+pub async fn frames_above_a_limit_just_learnt_are_reported<L: Lab>(lab: Arc<L>) {
+    for _ in 0..lab.rounds(100, 10) {
+        let config = Config { eager_max_bytes: 1024, ..lab.config(2) };
+        let (a, b) = (Node::start(&*lab, 1).await, Node::start_with(lab.fabric(2), config).await);
+        a.register(&b);
+        let (worker, to, errors) = (a.worker.clone(), b.id(), a.errors.clone());
+        let sender = tokio::spawn(async move {
+            let mut sent = 0;
+            while worker.max_message_size(to).is_none() || sent % 64 != 0 {
+                let _ = worker.send(to, pattern(4), pattern(1021), MessageType::Message, errors.clone());
+                sent += 1;
+                if sent % 64 == 0 {
+                    tokio::time::sleep(Duration::from_micros(50)).await;
+                }
+            }
+            sent
+        });
+        let connected = a.worker.ensure_connected(b.id()).await;
+        let sent: u64 = sender.await.expect("the sender does not panic");
+        connected.expect("connected");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        let (mine, yours) = (a.worker.stats(), b.worker.stats());
+        assert_eq!((a.errors.count() as u64) + mine.admissions_failed, sent, "{mine:?}");
+        assert_eq!((yours.malformed, yours.received.total()), (0, 0), "{yours:?}");
+        a.stop().await;
+        b.stop().await;
+    }
+}
+
 /// M-56, M-61: a reader that does not read holds its sender up at `inbound_max_bytes`; when it reads, nothing is lost.
 pub async fn a_reader_that_does_not_read_holds_its_sender_up<L: Lab>(lab: Arc<L>) {
     let config = Config { inbound_max_bytes: 256 << 10, ..lab.config(2) };

@@ -75,6 +75,7 @@ macro_rules! messaging_suite {
             $crate::scenarios::limits,
             [
                 mt_29_cancel_keeps_the_order_of_successors,
+                frames_above_a_limit_just_learnt_are_reported,
                 a_reader_that_does_not_read_holds_its_sender_up,
                 peers_beyond_the_srq_get_less_and_then_a_refusal,
                 a_cq_without_room_refuses_a_second_qp,
