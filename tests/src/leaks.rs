@@ -39,7 +39,8 @@ impl Census {
             // Reading the directory takes one itself, each time.
             fds: count("/proc/self/fd"),
             threads: count("/proc/self/task"),
-            rdma: text.lines().map(str::to_owned).collect(),
+            // Without the number before the name: a device that is made anew gets the next one.
+            rdma: text.lines().map(|line| line.split_once(": ").map_or(line, |(_, rest)| rest).to_owned()).collect(),
         }
     }
 
