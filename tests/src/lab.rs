@@ -69,7 +69,9 @@ impl Lab for SimLab {
     type F = SimFabric;
 
     fn fabric_with(&self, n: u32, slabs: SlabSizes) -> SimFabric {
-        self.world.host(Self::addr(n), HostConfig { slabs, ..HostConfig::default() })
+        // Room for the send queues of as many peers as the SRQ carries.
+        let cq_depth = HostConfig::default().cq_depth.max(slabs.receive_slabs.saturating_mul(4));
+        self.world.host(Self::addr(n), HostConfig { slabs, cq_depth, ..HostConfig::default() })
     }
 
     fn fabric_cq(&self, n: u32, slabs: SlabSizes, cq_depth: u32) -> SimFabric {

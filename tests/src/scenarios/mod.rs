@@ -8,6 +8,7 @@ pub mod life;
 pub mod limits;
 pub mod paths;
 pub mod progress;
+pub mod soak;
 
 /// Makes one `#[test]` of each scenario of [`basic`] and [`credits`]. `$run` takes a scenario and runs it.
 #[macro_export]
