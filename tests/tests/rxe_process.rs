@@ -78,6 +78,8 @@ fn killed_receiver_ends_every_frame_once_within_six_seconds() {
         let burst = Run::new(4096);
         burst.burst(&node.worker, id, 200);
         arrived(&mut peer, &burst, 200, Duration::from_secs(10));
+        // Held for the moment that the burst takes, or a fast run would have delivered it before the kill.
+        peer.signal("STOP");
         burst.burst(&node.worker, id, 3800);
         let killed = Instant::now();
         peer.kill();
