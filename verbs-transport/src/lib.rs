@@ -80,6 +80,9 @@
 #![deny(unsafe_code)]
 
 pub mod fabric;
+#[cfg(any(test, feature = "fuzzing"))]
+#[doc(hidden)]
+pub mod fuzzing;
 pub mod proto;
 pub mod select;
 pub mod sim;
