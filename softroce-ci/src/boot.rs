@@ -99,9 +99,10 @@ fn folders(plan: &Plan, dir: &Path) -> Result<Vec<(String, PathBuf, bool)>, Erro
     for made in [&run, &run.join("shared"), &shared] {
         std::fs::create_dir_all(made).context(|| format!("create {}", made.display()))?;
     }
-    let program = std::env::current_exe().context(|| "find this program".to_owned())?;
+    // The program that runs, also when a build has put another one in its place meanwhile.
+    let program = Path::new("/proc/self/exe");
     let agent = run.join("agent");
-    std::fs::copy(&program, &agent).context(|| format!("copy {} to {}", program.display(), agent.display()))?;
+    std::fs::copy(program, &agent).context(|| format!("copy {} to {}", program.display(), agent.display()))?;
     write_script(&run.join("peer-exec"))?;
     let mut folders = vec![("root".to_owned(), PathBuf::from("/"), false), ("run".to_owned(), run.clone(), false)];
     let mut mounts = Vec::new();

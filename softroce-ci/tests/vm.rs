@@ -1,4 +1,4 @@
-//! The VM way, end to end. Each test boots guests, so they are ignored by default; CI runs them with `--ignored`.
+//! The VM way, end to end. Each test boots guests, so they are built with the feature `vm-tests` only; CI does so.
 
 use std::io::Write as _;
 use std::process::{Child, Command, Output, Stdio};
@@ -28,7 +28,6 @@ fn qemus_of(child: &Child) -> Vec<String> {
 }
 
 #[test]
-#[ignore = "boots a guest"]
 fn output_status_words_and_input_come_through_and_the_device_is_there() {
     let script = r#"cat; printf '<%s>' "$@"; echo oops >&2
         grep -q ACTIVE /sys/class/infiniband/$SOFTROCE_DEVICE/ports/1/state || exit 99
@@ -55,14 +54,12 @@ fn output_status_words_and_input_come_through_and_the_device_is_there() {
 }
 
 #[test]
-#[ignore = "boots a guest"]
 fn much_output_comes_whole() {
     let output = run(&["run", "--", "head", "-c", "50000000", "/dev/zero"]);
     assert_eq!(output.stdout.len(), 50_000_000);
 }
 
 #[test]
-#[ignore = "boots a guest"]
 fn a_kernel_crash_is_an_error_with_the_last_words() {
     let output = run(&["run", "--", "sh", "-c", "echo c >/proc/sysrq-trigger"]);
     assert_eq!(output.status.code(), Some(125));
@@ -71,7 +68,6 @@ fn a_kernel_crash_is_an_error_with_the_last_words() {
 }
 
 #[test]
-#[ignore = "boots a guest"]
 fn a_command_beyond_its_time_is_ended() {
     let output = run(&["--timeout", "2", "run", "--", "sleep", "1000"]);
     assert_eq!(output.status.code(), Some(124));
@@ -79,7 +75,6 @@ fn a_command_beyond_its_time_is_ended() {
 }
 
 #[test]
-#[ignore = "boots a guest"]
 fn an_interrupt_leaves_nothing_running() {
     let mut child = command(&["run", "--", "sh", "-c", "echo up; sleep 1000"])
         .stdin(Stdio::null())
@@ -99,7 +94,6 @@ fn an_interrupt_leaves_nothing_running() {
 }
 
 #[test]
-#[ignore = "boots two guests"]
 fn two_hosts_reach_each_other_and_lines_name_their_host() {
     let script = r#"
         echo host $SOFTROCE_HOST at $SOFTROCE_ADDRESS

@@ -2,7 +2,7 @@
 
 use std::{future::Future, net::SocketAddr, sync::Arc, time::Duration};
 
-use verbs_bootstrap::{InstanceId, TcpNet};
+use verbs_bootstrap::{InstanceId, Mtu, TcpNet};
 use verbs_transport::{
     Config,
     fabric::{Fabric, SlabSizes},
@@ -19,6 +19,12 @@ pub trait Lab: Send + Sync + 'static {
 
     /// The fabric of host `n`, with these slabs.
     fn fabric_with(&self, n: u32, slabs: SlabSizes) -> Self::F;
+
+    /// The same with a CQ of that depth; a device may round up.
+    fn fabric_cq(&self, n: u32, slabs: SlabSizes, cq_depth: u32) -> Self::F;
+
+    /// The fabric of host `n`, with a path MTU of at most this.
+    fn fabric_mtu(&self, n: u32, mtu: Mtu) -> Self::F;
 
     /// The configuration of a worker on host `n`.
     fn config(&self, n: u32) -> Config;
@@ -63,7 +69,17 @@ impl Lab for SimLab {
     type F = SimFabric;
 
     fn fabric_with(&self, n: u32, slabs: SlabSizes) -> SimFabric {
-        self.world.host(Self::addr(n), HostConfig { slabs, ..HostConfig::default() })
+        // Room for the send queues of as many peers as the SRQ carries.
+        let cq_depth = HostConfig::default().cq_depth.max(slabs.receive_slabs.saturating_mul(4));
+        self.world.host(Self::addr(n), HostConfig { slabs, cq_depth, ..HostConfig::default() })
+    }
+
+    fn fabric_cq(&self, n: u32, slabs: SlabSizes, cq_depth: u32) -> SimFabric {
+        self.world.host(Self::addr(n), HostConfig { slabs, cq_depth, ..HostConfig::default() })
+    }
+
+    fn fabric_mtu(&self, n: u32, mtu: Mtu) -> SimFabric {
+        self.world.host(Self::addr(n), HostConfig { slabs: SMALL_SLABS, mtu, ..HostConfig::default() })
     }
 
     fn config(&self, n: u32) -> Config {
@@ -95,6 +111,12 @@ impl DeviceLab {
     pub fn new() -> Self {
         Self { device: DeviceConfig::default() }
     }
+
+    #[expect(clippy::unused_self, reason = "a lab opens its own device")]
+    fn open(&self, config: &DeviceConfig) -> DeviceFabric<TcpNet> {
+        DeviceFabric::open(config, TcpNet::default())
+            .expect("a device test needs an RDMA device: `cargo softroce test`")
+    }
 }
 
 impl Default for DeviceLab {
@@ -107,9 +129,15 @@ impl Lab for DeviceLab {
     type F = DeviceFabric<TcpNet>;
 
     fn fabric_with(&self, _n: u32, slabs: SlabSizes) -> Self::F {
-        let config = DeviceConfig { slabs, ..self.device.clone() };
-        DeviceFabric::open(&config, TcpNet::default())
-            .expect("a device test needs an RDMA device: `cargo softroce test`")
+        self.open(&DeviceConfig { slabs, ..self.device.clone() })
+    }
+
+    fn fabric_cq(&self, _n: u32, slabs: SlabSizes, cq_depth: u32) -> Self::F {
+        self.open(&DeviceConfig { slabs, cq_depth, ..self.device.clone() })
+    }
+
+    fn fabric_mtu(&self, _n: u32, mtu: Mtu) -> Self::F {
+        self.open(&DeviceConfig { slabs: SMALL_SLABS, mtu_cap: Some(mtu), ..self.device.clone() })
     }
 
     fn config(&self, n: u32) -> Config {
@@ -147,6 +175,34 @@ where
     let report = lab.world.report();
     assert!(report.is_quiet(), "something was left behind: {report}");
     std::mem::forget(printer);
+}
+
+/// Runs a scenario on simulated hosts in real time, on so many threads, where a message takes no time.
+///
+/// # Panics
+///
+/// As [`on_sim`].
+pub fn on_sim_threads<S, R>(threads: usize, scenario: S)
+where
+    S: FnOnce(Arc<SimLab>) -> R,
+    R: Future<Output = ()>,
+{
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build().expect("a runtime");
+    let world = runtime.block_on(async { SimWorld::new(SimConfig::seeded(1)) });
+    let lab = Arc::new(SimLab { world });
+    runtime.block_on(async {
+        scenario(lab.clone()).await;
+        // Tasks that were told to end get their turn.
+        for _ in 0..500 {
+            if lab.world.report().is_quiet() {
+                break;
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    });
+    let report = lab.world.report();
+    assert!(report.is_quiet(), "something was left behind: {report}");
 }
 
 /// Says the seed when a scenario panics.

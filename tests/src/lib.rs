@@ -8,6 +8,8 @@
 //! | [`scenarios`] | the scenarios themselves, named after the contract (MT-n) and the field reports (B-n) |
 //! | [`examples`] | the examples of `verbs-transport`, run as processes |
 //! | [`faults`] | the fault model: seeded whole-world runs with an oracle |
+//! | [`traffic`] | numbered frames, and the books about them on both sides |
+//! | [`process`] | workers in processes of their own, here or on a second host |
 //! | [`leaks`] | what a process must not have more of after a test than before |
 
 #![allow(clippy::missing_panics_doc, reason = "scenarios fail by panicking: that is what they are for")]
@@ -18,4 +20,6 @@ pub mod faults;
 pub mod lab;
 pub mod leaks;
 pub mod node;
+pub mod process;
 pub mod scenarios;
+pub mod traffic;

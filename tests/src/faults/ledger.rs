@@ -86,10 +86,11 @@ impl Ledger {
     }
 
     fn named(&self, header: &[u8], max: usize) -> Option<(Lane, u32, Sent)> {
-        let name: [u8; NAME_BYTES] = header.get(..NAME_BYTES)?.try_into().ok()?;
-        let [a, b, c, d, e, f, g, h, i, j] = name;
-        let lane = (u16::from_be_bytes([a, b]), u32::from_be_bytes([c, d, e, f]));
-        let number = u32::from_be_bytes([g, h, i, j]);
+        let (run, rest) = header.split_first_chunk()?;
+        let (target, rest) = rest.split_first_chunk()?;
+        let (number, _) = rest.split_first_chunk()?;
+        let lane = (u16::from_be_bytes(*run), u32::from_be_bytes(*target));
+        let number = u32::from_be_bytes(*number);
         Some((lane, number, self.frame(lane.0, lane.1, number, max)))
     }
 
@@ -148,7 +149,9 @@ impl Ledger {
     pub fn killed(&self, target: u32) {
         for (lane, fates) in &mut self.books().lanes {
             if lane.1 == target {
-                fates.iter_mut().for_each(|fate| fate.excused = true);
+                for fate in fates {
+                    fate.excused = true;
+                }
             }
         }
     }

@@ -60,7 +60,7 @@ impl Plan {
             workers: rng.u32(2..=4),
             frames: rng.u32(50..=300),
             payload_max: [200, 2_000, 6_000][rng.usize(..3)],
-            blows: if mood == Mood::Harsh { rng.u32(0..=6) } else { 0 },
+            blows: if mood == Mood::Harsh { rng.u32(0..=8) } else { 0 },
         }
     }
 }

@@ -222,3 +222,74 @@ pub async fn an_admission_ends_at_its_deadline<L: Lab>(lab: Arc<L>) {
     a.stop().await;
     b.stop().await;
 }
+
+/// B23: peers that come and go under fresh names leave nothing behind.
+pub async fn strangers_are_forgotten<L: Lab>(lab: Arc<L>) {
+    let mut b = Node::start(&*lab, 2).await;
+    for n in 0..lab.rounds(50, 8) {
+        let a = Node::start(&*lab, 100 + n).await;
+        a.register(&b);
+        a.send_numbered(b.id(), MessageType::Message, n);
+        assert_numbered(&next(&mut b.inbound.message).await, n);
+        a.stop().await;
+    }
+    let deadline = tokio::time::Instant::now() + PATIENCE;
+    while b.worker.stats().peers_known > 0 {
+        assert!(tokio::time::Instant::now() < deadline, "{:?}", b.worker.stats());
+        tokio::time::sleep(SOON).await;
+    }
+    let stats = b.worker.stats();
+    assert_eq!((stats.qps, stats.receives_promised), (0, 0));
+    b.stop().await;
+}
+
+/// A registered peer can be forgotten, with all that waits for it, and registered again.
+pub async fn unregister_ends_and_forgets<L: Lab>(lab: Arc<L>) {
+    let (a, mut b, _) = pair(&*lab).await;
+    a.send_numbered(b.id(), MessageType::Message, 1);
+    assert_numbered(&next(&mut b.inbound.message).await, 1);
+    assert!(a.worker.unregister(b.id()));
+    assert!(!a.worker.unregister(b.id()));
+    a.send_numbered(b.id(), MessageType::Message, 2);
+    assert!(a.errors.all()[0].2.to_string().contains("not registered"), "{:?}", a.errors);
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    assert_eq!((a.worker.stats().peers_known, a.worker.stats().qps), (0, 0));
+    // Before its dial has begun, a frame is queued without an epoch.
+    a.register(&b);
+    a.send_numbered(b.id(), MessageType::Message, 4);
+    assert!(a.worker.unregister(b.id()));
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    assert_eq!(a.errors.count(), 2, "{:?}", a.errors);
+    assert_eq!((a.worker.stats().peers_known, a.worker.stats().qps), (0, 0));
+    a.register(&b);
+    a.send_numbered(b.id(), MessageType::Message, 3);
+    assert_numbered(&next(&mut b.inbound.message).await, 3);
+    a.stop().await;
+    b.stop().await;
+}
+
+/// Idle connections end when the configuration says so; the next send connects again. Busy ones stay.
+pub async fn idle_connections_are_evicted<L: Lab>(lab: Arc<L>) {
+    let config = Config { idle_evict_after: Some(Duration::from_secs(1)), ..lab.config(1) };
+    let (a, mut b) = (Node::start_with(lab.fabric(1), config).await, Node::start(&*lab, 2).await);
+    let mut c = Node::start(&*lab, 3).await;
+    a.register(&b);
+    a.register(&c);
+    for (n, node) in [(1, &mut b), (2, &mut c)] {
+        a.send_numbered(node.id(), MessageType::Message, n);
+        assert_numbered(&next(&mut node.inbound.message).await, n);
+    }
+    for n in 0..20 {
+        a.send_numbered(c.id(), MessageType::Message, n);
+        assert_numbered(&next(&mut c.inbound.message).await, n);
+        tokio::time::sleep(SOON).await;
+    }
+    let stats = a.worker.stats();
+    assert_eq!((stats.connections, stats.epochs_ended), (1, 1), "B's went, C's stayed: {stats:?}");
+    a.send_numbered(b.id(), MessageType::Message, 9);
+    assert_numbered(&next(&mut b.inbound.message).await, 9);
+    a.errors.assert_none();
+    a.stop().await;
+    b.stop().await;
+    c.stop().await;
+}

@@ -2,7 +2,13 @@
 
 pub mod basic;
 pub mod credits;
+pub mod ending;
+pub mod hostile;
 pub mod life;
+pub mod limits;
+pub mod paths;
+pub mod progress;
+pub mod soak;
 
 /// Makes one `#[test]` of each scenario of [`basic`] and [`credits`]. `$run` takes a scenario and runs it.
 #[macro_export]
@@ -54,6 +60,39 @@ macro_rules! messaging_suite {
         );
         $crate::suite!(
             $run,
+            $crate::scenarios::progress,
+            [
+                event_mode_with_every_way_to_receive,
+                spin_then_park_with_every_way_to_receive,
+                manual_mode_with_every_way_to_receive,
+                a_handler_that_panics_stops_nothing,
+                an_error_handler_that_panics_stops_nothing,
+                flood_both_ways_without_a_stall,
+            ]
+        );
+        $crate::suite!(
+            $run,
+            $crate::scenarios::limits,
+            [
+                mt_29_cancel_keeps_the_order_of_successors,
+                a_reader_that_does_not_read_holds_its_sender_up,
+                peers_beyond_the_srq_get_less_and_then_a_refusal,
+                a_cq_without_room_refuses_a_second_qp,
+            ]
+        );
+        $crate::suite!(
+            $run,
+            $crate::scenarios::ending,
+            [last_words_before_a_shutdown_arrive, a_dropped_worker_reports_every_frame, closing_while_traffic_runs,]
+        );
+        $crate::suite!(
+            $run,
+            $crate::scenarios::hostile,
+            [two_malformed_frames_end_a_connection, scanners_hurt_nobody, a_silent_peer_slows_no_other,]
+        );
+        $crate::suite!($run, $crate::scenarios::paths, [the_smaller_mtu_is_used_and_told,]);
+        $crate::suite!(
+            $run,
             $crate::scenarios::life,
             [
                 mt_17_and_23_drain_turns_requests_away,
@@ -64,6 +103,9 @@ macro_rules! messaging_suite {
                 mt_25_own_sends_during_drain,
                 mt_27_health,
                 an_admission_ends_at_its_deadline,
+                strangers_are_forgotten,
+                unregister_ends_and_forgets,
+                idle_connections_are_evicted,
             ]
         );
     };

@@ -162,6 +162,7 @@ impl Baseline {
 
 /// Runs a test in a runtime of its own, and checks that no fd, QP, MR, CQ, SRQ, PD or context is left after it.
 pub(crate) fn leaving_nothing(test: impl Future<Output = ()>) {
+    verbs_tests::leaks::first_runtime();
     let baseline = Baseline::take();
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("a runtime");

@@ -8,6 +8,10 @@ use super::frame::GrantWish;
 /// Smallest window: below it the thresholds of a quarter and a half fall together.
 pub const WINDOW_MIN: u16 = 8;
 
+/// Largest window: byte 3 of a frame carries at most 255 credits, and a pure grant must carry a quarter of the window,
+/// or more of them could be under way than the reserve has slabs.
+pub const WINDOW_MAX: u16 = 4 * u8::MAX as u16;
+
 /// Receive slabs kept for a peer's control frames beyond its window: at most four pure grants (each carries a quarter
 /// of the window or more, and grants under way never exceed the window), one PING and one PONG.
 pub const CONTROL_RESERVE: u16 = 6;
@@ -143,11 +147,16 @@ impl RxCredits {
         grant
     }
 
+    /// Fewest credits that a pure grant carries.
+    pub const fn pure_grant_min(window: u16) -> u16 {
+        window.div_ceil(4)
+    }
+
     /// Whether a pure grant should go when nothing else does: half the window is owed, or a quarter and the peer asked
     /// hard. A smaller debt starves nobody: the peer still holds the rest of its window.
     pub const fn pure_grant_due(&self) -> bool {
         let half = self.window.div_ceil(2);
-        let quarter = self.window.div_ceil(4);
+        let quarter = Self::pure_grant_min(self.window);
         self.owed >= half || (matches!(self.wish, GrantWish::Hard) && self.owed >= quarter)
     }
 
@@ -248,7 +257,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn credits_are_conserved_and_pure_grants_are_few(window in 8u16..300, ops in prop::collection::vec(op(), 0..600)) {
+        fn credits_are_conserved_and_pure_grants_are_few(window in WINDOW_MIN..=WINDOW_MAX, ops in prop::collection::vec(op(), 0..3000)) {
             let mut tx = TxCredits::new(window);
             let mut rx = RxCredits::new(window);
             let mut wire = std::collections::VecDeque::new();

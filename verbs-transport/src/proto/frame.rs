@@ -169,6 +169,22 @@ pub enum Malformed {
         /// Its body.
         body: u32,
     },
+    /// A PING while the answer to the one before it is due, or a PONG that answers no PING: both would eat into the
+    /// reserve of receives that other control frames need.
+    #[error("a {kind} that was not due")]
+    Unexpected {
+        /// Which kind.
+        kind: &'static str,
+    },
+    /// A pure grant of less than a quarter of the window: so many small ones fit under way that the reserve would run
+    /// out.
+    #[error("pure grant of {credits} credits, at least {least} are needed")]
+    SmallGrant {
+        /// What it carries.
+        credits: u8,
+        /// A quarter of the window.
+        least: u16,
+    },
     /// A fragment that does not continue what came before.
     #[error("fragment at offset {found} where {expected} was next")]
     Sequence {
@@ -201,6 +217,12 @@ impl FrameHeader {
         }
         let [a, b, c, d] = self.word.to_be_bytes();
         [MAGIC_V1, self.kind.to_wire(), flags, self.credits, a, b, c, d]
+    }
+
+    /// Whether a SEND that is no valid frame used the reserve and not a credit: its type byte says that it was meant as
+    /// a control frame.
+    pub const fn is_of_reserve(error: Malformed) -> bool {
+        matches!(error, Malformed::Flags { kind: 5..=7, .. })
     }
 
     /// Reads the 8 bytes. What they say about the body is checked by the link.
@@ -295,6 +317,33 @@ mod tests {
             word: 0,
         };
         assert_eq!(grant.encode(), [0xB1, 7, 0, 255, 0, 0, 0, 0]);
+    }
+
+    /// The whole of docs/wire-format.md's list.
+    #[test]
+    fn golden_frames() {
+        let data = |first, last, word| FrameHeader {
+            kind: FrameKind::Data(MessageType::Message),
+            wish: GrantWish::None,
+            first,
+            last,
+            credits: 0,
+            word,
+        };
+        let control = |kind, credits| FrameHeader { kind, credits, ..data(false, false, 7) };
+        let golden = [
+            (data(true, true, 2), [0xB1, 0, 0x0C, 0, 0, 0, 0, 2]),
+            (data(true, true, 0), [0xB1, 0, 0x0C, 0, 0, 0, 0, 0]),
+            (control(FrameKind::Ping, 0), [0xB1, 5, 0, 0, 0, 0, 0, 7]),
+            (control(FrameKind::Pong, 3), [0xB1, 6, 0, 3, 0, 0, 0, 7]),
+            (data(true, false, 5), [0xB1, 0, 4, 0, 0, 0, 0, 5]),
+            (data(false, false, 8184), [0xB1, 0, 0, 0, 0, 0, 0x1F, 0xF8]),
+            (data(false, true, 16_368), [0xB1, 0, 8, 0, 0, 0, 0x3F, 0xF0]),
+        ];
+        for (header, bytes) in golden {
+            assert_eq!(header.encode(), bytes);
+            assert_eq!(FrameHeader::decode(bytes), Ok(header));
+        }
     }
 
     /// M-11, M-38: values that are not in the table are errors.

@@ -175,6 +175,8 @@ pub struct LinkCounts {
     pub pure_grants: u64,
     /// Pure grants received.
     pub pure_grants_received: u64,
+    /// SENDs of any kind received.
+    pub received: u64,
     /// PINGs sent.
     pub pings: u64,
     /// PINGs answered.
@@ -256,15 +258,20 @@ impl Link {
         self.limits
     }
 
+    /// Counts since the start, without a wait for credits that still lasts.
+    pub const fn counts(&self) -> LinkCounts {
+        self.counts
+    }
+
     /// Counts since the start, at `now`.
-    pub fn counts(&self, now: Instant) -> LinkCounts {
+    pub fn counts_at(&self, now: Instant) -> LinkCounts {
         let stalled = self.stalled.map_or(Duration::ZERO, |since| now.saturating_duration_since(since));
         LinkCounts { credit_stalled: self.counts.credit_stalled + stalled, ..self.counts }
     }
 
     /// Gives the counts up: they begin at zero again. For a connection that has ended.
     pub fn take_counts(&mut self, now: Instant) -> LinkCounts {
-        let counts = self.counts(now);
+        let counts = self.counts_at(now);
         (self.counts, self.stalled) = (LinkCounts::default(), None);
         counts
     }
@@ -332,6 +339,11 @@ impl Link {
     /// Holds grants back (`true`) while the receiver cannot keep up, or gives them again.
     pub fn set_withhold(&mut self, withhold: bool) {
         self.withhold = withhold;
+    }
+
+    /// Whether a WR is in flight whose completion must come without anything more from us.
+    pub fn awaits_completion(&self) -> bool {
+        self.sends.awaits_completion()
     }
 
     /// WRs in flight that nothing will cover unless something signaled is posted behind them.
@@ -463,9 +475,11 @@ impl Link {
                 }
             };
             let head = self.header(kind, false, false, word);
-            // A PING is signaled: it is also what covers a bare tail. So is whatever takes a scarce slab: were the last
+            // A PING is signaled: it is also what covers a bare tail. So is a PONG, or it would be a bare tail itself,
+            // which a PING covers, which a PONG answers, without end. So is whatever takes a scarce slab: were the last
             // ones held by unsignaled grants, no PING could go out to bring them home.
-            let force_signal = matches!(kind, FrameKind::Ping) || (slab.is_some() && out.slabs_scarce());
+            let answers = matches!(kind, FrameKind::Ping | FrameKind::Pong);
+            let force_signal = answers || (slab.is_some() && out.slabs_scarce());
             let (seq, signaled) = (self.sends.next_seq(), self.sends.will_signal(force_signal));
             let slab = match slab {
                 None => {
@@ -493,6 +507,7 @@ impl Link {
     /// [`LinkError`]: the peer broke the protocol. The slab goes back in any case; a data frame's credit too.
     pub fn on_receive(&mut self, head: [u8; HEADER_BYTES], bytes: u32) -> Result<Incoming, LinkError> {
         self.held = false;
+        self.counts.received += 1;
         self.proven |= self.proof_by_receive;
         if bytes < HEADER_BYTES_U32 {
             self.rx.on_receive()?;
@@ -501,7 +516,9 @@ impl Link {
         let header = match FrameHeader::decode(head) {
             Ok(header) => header,
             Err(malformed) => {
-                self.rx.on_receive()?;
+                if !FrameHeader::is_of_reserve(malformed) {
+                    self.rx.on_receive()?;
+                }
                 return Err(self.malformed(malformed));
             }
         };
@@ -526,16 +543,25 @@ impl Link {
             return Err(self.malformed(Malformed::Body { kind, body }));
         }
         match header.kind {
+            // A peer sends the next PING when it has our PONG. Frames of one QP come once and in order, so a second one
+            // is no accident.
+            FrameKind::Ping if self.pong_due.is_some() => return Err(self.malformed(Malformed::Unexpected { kind })),
             FrameKind::Ping => self.pong_due = Some(header.word),
             FrameKind::Pong => {
-                // A token that nobody waits for is stale: not an error.
-                if let Some(ping) = self.ping.take_if(|ping| ping.token == header.word) {
-                    self.proven = true;
-                    self.counts.pongs += 1;
-                    return Ok(Incoming::Pong { sent_at: ping.sent_at });
-                }
+                let Some(ping) = self.ping.take_if(|ping| ping.token == header.word) else {
+                    return Err(self.malformed(Malformed::Unexpected { kind }));
+                };
+                self.proven = true;
+                self.counts.pongs += 1;
+                return Ok(Incoming::Pong { sent_at: ping.sent_at });
             }
-            _ => self.counts.pure_grants_received += 1,
+            _ => {
+                let least = RxCredits::pure_grant_min(self.limits.tx_window);
+                if u16::from(header.credits) < least {
+                    return Err(self.malformed(Malformed::SmallGrant { credits: header.credits, least }));
+                }
+                self.counts.pure_grants_received += 1;
+            }
         }
         Ok(Incoming::Control)
     }

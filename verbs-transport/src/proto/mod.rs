@@ -6,3 +6,6 @@ pub mod frame;
 pub mod link;
 pub mod receive_share;
 pub mod send_queue;
+
+#[cfg(test)]
+mod tests;

@@ -89,16 +89,18 @@ impl<T> SendQueue<T> {
         self.in_flight.get(usize::try_from(index).ok()?)
     }
 
-    /// Takes back the operations from `seq` on, which the device refused to take.
+    /// Takes back the operations from `seq` on, which the device refused to take. Those before it are live: they end
+    /// by their own completions, good or not.
     pub fn take_back(&mut self, seq: WrSeq) -> impl Iterator<Item = T> {
         let keep = usize::try_from(seq.0.saturating_sub(self.head)).unwrap_or(usize::MAX).min(self.in_flight.len());
-        self.failed = true;
+        // The signaled ones may have been among those that go.
+        self.unsignaled = u32::try_from(keep).unwrap_or(u32::MAX);
         self.in_flight.drain(keep..)
     }
 
     /// A good completion: gives up everything up to `seq`. An unknown or stale `seq` gives nothing.
     ///
-    /// After a failure a good completion still covers what was before it: the device reports in order.
+    /// None can come after a failed one, since the device reports in order; if it does all the same, it proves nothing.
     pub fn complete(&mut self, seq: WrSeq, mut each: impl FnMut(T, Ended)) {
         let covered = self.covered(seq);
         let ended = if self.failed { Ended::Failed } else { Ended::Done };
@@ -131,6 +133,11 @@ impl<T> SendQueue<T> {
     /// Whether WRs are in flight that no signaled WR in flight will cover: without another post they stay for ever.
     pub fn has_bare_tail(&self) -> bool {
         self.unsignaled > 0 && !self.failed
+    }
+
+    /// Whether a signaled WR is in flight.
+    pub fn awaits_completion(&self) -> bool {
+        self.len() > self.unsignaled
     }
 
     /// Position that the next WR will get.
@@ -221,6 +228,21 @@ mod tests {
         }
         assert_eq!(queue.take_back(WrSeq(3)).collect::<Vec<_>>(), [3, 4]);
         assert_eq!(queue.len(), 3);
+    }
+
+    /// What was posted before the refused WR is live: its good completion says that the peer has it.
+    #[test]
+    fn a_refused_post_does_not_fail_what_was_posted_before_it() {
+        let mut queue = SendQueue::new(8, 2);
+        for n in 0..5 {
+            queue.push(n, false);
+        }
+        assert_eq!(queue.take_back(WrSeq(4)).collect::<Vec<_>>(), [4]);
+        assert_eq!(ended(&mut queue, 1, true), [(0, Ended::Done), (1, Ended::Done)]);
+        // The first flush proves 2 done, and the marker that takes the refused one's place comes last.
+        assert_eq!(queue.push(5, true), Posting { seq: WrSeq(4), signaled: true });
+        assert_eq!(ended(&mut queue, 3, false), [(2, Ended::Done), (3, Ended::Failed)]);
+        assert_eq!(ended(&mut queue, 4, false), [(5, Ended::Failed)]);
     }
 
     proptest! {

@@ -34,14 +34,18 @@ impl<F: Fabric> Accept<F> {
         if let Some(detail) = cannot_meet(&shared.fabric.port(), &hello.port) {
             return Err(Refusal { status: Status::NoRoute, detail });
         }
-        let peer = shared.peer_or_new(hello.from);
         let mut effects = Effects::default();
-        let answer = {
-            let mut state = peer.lock();
-            decide_hello(&shared, &peer, &mut state, hello, &mut effects)
-        };
+        let decided = shared.with_peer(hello.from, |peer, state| {
+            decide_hello(&shared, peer, state, hello, &mut effects).map(|answer| (peer.clone(), answer))
+        });
         effects.run(&shared);
-        answer.map(|answer| (shared, peer, answer))
+        match decided {
+            Ok((peer, answer)) => Ok((shared, peer, answer)),
+            Err(refusal) => {
+                shared.forget_stranger(hello.from);
+                Err(refusal)
+            }
+        }
     }
 }
 

@@ -11,7 +11,7 @@ use super::{drain::DrainFlag, outbox::INLINE_ARENA_BYTES};
 use crate::{
     fabric::QpTimers,
     proto::{
-        credit::WINDOW_MIN,
+        credit::{WINDOW_MAX, WINDOW_MIN},
         link::CONTROL_WRS,
         receive_share::{SLABS_IN_HAND, full_windows},
     },
@@ -50,7 +50,7 @@ pub struct Config {
     pub bootstrap: verbs_bootstrap::Config,
     /// Pause between dials to a peer that does not answer.
     pub backoff: Backoff,
-    /// Credits for each peer: 8 to 4,096 receive slabs, default 64. Fewer throttle a peer at a high bandwidth-delay
+    /// Credits for each peer: 8 to 1,020 receive slabs, default 64. Fewer throttle a peer at a high bandwidth-delay
     /// product; more take their share of the SRQ: the fabric's receive slabs ÷ (window + 6) peers get a full one.
     pub window_slabs: u16,
     /// Send WRs of each QP: 16 to 16,384, default 63 (devices round up to a power of two less one, and 64 cost twice
@@ -89,6 +89,10 @@ pub struct Config {
     /// How long a frame may wait in the gate, i.e. behind a full channel, before its admission fails: 1 ms to 1 h,
     /// default 30 s. Too short turns back-pressure into errors.
     pub admission_deadline: Duration,
+    /// Connections on which nothing was sent or received for so long are closed: 1 s and more, default `None`, never.
+    /// The next send connects again, which takes some milliseconds; a frame of the peer's that crosses the end comes
+    /// back to it. For workers with more peers than the SRQ has windows for.
+    pub idle_evict_after: Option<Duration>,
     /// The flag that turns requests away while a process drains; give all transports of a process the same one.
     /// Default: one of its own, that nobody raises.
     pub drain: DrainFlag,
@@ -124,6 +128,7 @@ impl Default for Config {
             tail_probe_after: Duration::from_millis(10),
             health_deadline: Duration::from_secs(2),
             admission_deadline: Duration::from_secs(30),
+            idle_evict_after: None,
             drain: DrainFlag::default(),
             metrics_interval: None,
             timers: QpTimers { ack_timeout_code: 16, retry_cnt: 6, rnr_retry: 7, min_rnr_timer_code: 3 },
@@ -180,7 +185,7 @@ impl Config {
     /// The first field that is out of its range.
     pub fn validate(&self) -> Result<(), ConfigError> {
         self.bootstrap.validate()?;
-        range("window_slabs", self.window_slabs.into(), WINDOW_MIN.into(), 4096)?;
+        range("window_slabs", self.window_slabs.into(), WINDOW_MIN.into(), WINDOW_MAX.into())?;
         range("send_wrs", self.send_wrs.into(), u64::from(CONTROL_WRS) + 10, 16_384)?;
         range("signal_every", self.signal_every.into(), 1, 256)?;
         range("inline_request_bytes", self.inline_request_bytes.into(), 0, 956)?;
@@ -201,6 +206,9 @@ impl Config {
         range("timers.retry_cnt", self.timers.retry_cnt.into(), 0, 6)?;
         range("timers.rnr_retry", self.timers.rnr_retry.into(), 0, 7)?;
         range("timers.min_rnr_timer_code", self.timers.min_rnr_timer_code.into(), 1, 31)?;
+        if let Some(after) = self.idle_evict_after {
+            micros("idle_evict_after in µs", after, 1_000_000, u64::MAX)?;
+        }
         if let Progress::SpinThenPark { spin } = self.progress {
             micros("progress.spin in µs", spin, 1, 1_000)?;
         }
@@ -242,8 +250,9 @@ mod tests {
     #[test]
     fn each_number_out_of_range_is_named() {
         type Case = (&'static str, fn(&mut Config));
-        let cases: [Case; 10] = [
+        let cases: [Case; 11] = [
             ("window_slabs", |c| c.window_slabs = 7),
+            ("window_slabs", |c| c.window_slabs = 1021),
             ("send_wrs", |c| c.send_wrs = 15),
             ("signal_every", |c| c.signal_every = 0),
             ("inline_request_bytes", |c| c.inline_request_bytes = 957),

@@ -14,7 +14,10 @@ use super::{
 };
 use crate::{
     fabric::{CreateQpError, Fabric, FabricQp, QpCaps, QpPath},
-    proto::link::{Link, LinkLimits},
+    proto::{
+        credit::{WINDOW_MAX, WINDOW_MIN},
+        link::{Link, LinkLimits},
+    },
 };
 
 pub(super) type StreamOf<F> = <<F as Fabric>::Net as Net>::Stream;
@@ -24,6 +27,11 @@ const INLINE_STEPS: [u32; 7] = [828, 512, 256, 220, 128, 60, 0];
 
 /// Smallest receive slab that a peer may offer: a header and something to carry.
 const SLAB_MIN_BYTES: u32 = 64;
+
+/// READs at once: each side asks for no more than the other answers.
+pub(super) fn agreed_rd_atomic(ours: RdAtomic, theirs: RdAtomic) -> RdAtomic {
+    RdAtomic { initiator: ours.initiator.min(theirs.responder), responder: ours.responder.min(theirs.initiator) }
+}
 
 impl<F: Fabric> Shared<F> {
     /// The QP of epoch `generation`, made if it is not there.
@@ -132,8 +140,9 @@ pub(super) fn check_offer(offer: &Offer) -> Result<(), Refusal> {
     if offer.slab_bytes < SLAB_MIN_BYTES {
         return bad(format!("receive slabs of {} bytes, at least {SLAB_MIN_BYTES} are needed", offer.slab_bytes));
     }
-    if offer.window_slabs == 0 {
-        return bad("a window of 0 slabs: nothing could ever be sent".to_owned());
+    if !(WINDOW_MIN..=WINDOW_MAX).contains(&offer.window_slabs) {
+        let window = offer.window_slabs;
+        return bad(format!("a window of {window} slabs, {WINDOW_MIN} to {WINDOW_MAX} are possible"));
     }
     Ok(())
 }
@@ -189,16 +198,12 @@ pub(super) async fn bring_up<F: Fabric>(
 
 impl<F: Fabric> Shared<F> {
     fn path(&self, epoch: &Epoch<F>, port: &PortIdentity, remote: &Offer) -> QpPath {
-        let limits = self.fabric.limits();
         QpPath {
             remote: remote.messaging,
             remote_port: remote.port,
             local_psn: epoch.psn,
             mtu: port.mtu.min(remote.port.mtu),
-            rd_atomic: RdAtomic {
-                initiator: limits.rd_atomic.initiator.min(remote.rd_atomic.responder),
-                responder: limits.rd_atomic.responder.min(remote.rd_atomic.initiator),
-            },
+            rd_atomic: agreed_rd_atomic(self.fabric.limits().rd_atomic, remote.rd_atomic),
             timers: self.config.timers,
         }
     }

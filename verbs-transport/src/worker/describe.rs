@@ -1,8 +1,8 @@
 //! What a worker tells about itself: paths, connections, counts.
 
-use verbs_bootstrap::{InstanceId, PortIdentity};
+use verbs_bootstrap::{InstanceId, PortIdentity, RdAtomic};
 
-use super::{Worker, stats::Stats};
+use super::{Worker, connect::agreed_rd_atomic, stats::Stats};
 use crate::{
     fabric::{Fabric, FabricQp},
     proto::link::{Link, LinkLimits},
@@ -28,6 +28,9 @@ pub struct PeerDescription {
     pub qpn: Option<u32>,
     /// The path MTU in bytes: the smaller of both ports'.
     pub mtu_bytes: Option<u32>,
+    /// READs at once over this connection's QPs: as initiator the smaller of what we may ask and the peer answers, as
+    /// responder the other way round.
+    pub rd_atomic: Option<RdAtomic>,
     /// Inline bytes that the device granted.
     pub inline_granted_bytes: Option<u32>,
     /// What both sides agreed on.
@@ -64,6 +67,7 @@ impl<F: Fabric> Worker<F> {
             remote: remote.map(|remote| remote.port),
             qpn: epoch.map(|epoch| epoch.qp.qpn().get()),
             mtu_bytes: remote.map(|remote| remote.port.mtu.min(local.mtu).bytes()),
+            rd_atomic: remote.map(|remote| agreed_rd_atomic(shared.fabric.limits().rd_atomic, remote.rd_atomic)),
             inline_granted_bytes: epoch.map(|epoch| epoch.qp.caps().inline_bytes),
             limits: link.map(Link::limits),
             max_message_bytes: remote.map(|remote| remote.eager_max_bytes.min(eager) as usize),
@@ -90,9 +94,10 @@ impl<F: Fabric> Worker<F> {
         let stopping = shared.is_stopping();
         for peer in shared.all_peers() {
             let state = peer.lock();
+            stats.peers_known += 1;
             stats.peers += usize::from(state.address.is_some() && !stopping);
             if let Some(link) = state.epoch.as_ref().and_then(|epoch| epoch.link.as_ref()) {
-                stats.links.add(&link.counts(now));
+                stats.links.add(&link.counts_at(now));
                 stats.connections += usize::from(link.is_proven());
             }
         }

@@ -70,6 +70,9 @@ fn next_step<F: Fabric>(shared: &Arc<Shared<F>>, peer: &Arc<Peer<F>>) -> Step {
         step
     };
     effects.run(shared);
+    if matches!(step, Step::Done) {
+        shared.forget_stranger(peer.id);
+    }
     step
 }
 

@@ -160,6 +160,9 @@ impl<F: Fabric> Driver<F> {
         // Slabs go back before frames are handed on, in chains; a short chain waits until nothing else is to be done,
         // which the next call finds out.
         let reposted = if self.reposts.len() >= POST_BATCH || polled == 0 { self.repost(shared) } else { Ok(()) };
+        // Those who wait for slabs come before those whose completions brought them: else a busy peer takes its slab
+        // back at once, for ever.
+        shared.feed_starved(effects);
         if reposted.is_ok() {
             self.pump_touched(shared, effects);
         }
@@ -392,6 +395,7 @@ impl<F: Fabric> Driver<F> {
             // From here on the device touches nothing of this QP's: what it still held may be used again.
             destroy(qp);
             shared.shares().release(rx_window);
+            shared.forget_stranger(peer);
             if let Some(mut link) = link {
                 if link.wrs_in_flight() > 0 {
                     shared.counters.flushes_abandoned.add(1);

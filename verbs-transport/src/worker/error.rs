@@ -143,6 +143,15 @@ pub enum EpochEnd {
     /// The device or its CQ is broken.
     #[error("the device is lost: {0}")]
     DeviceLost(#[source] Arc<FabricError>),
+    /// Nothing was sent or received for `idle_evict_after`.
+    #[error("idle for {after:?} (`idle_evict_after`)")]
+    Idle {
+        /// The limit.
+        after: Duration,
+    },
+    /// [`Worker::unregister`](crate::Worker::unregister) was called.
+    #[error("the peer was unregistered")]
+    Unregistered,
     /// This worker is shutting down.
     #[error("shutting down")]
     ShuttingDown,
@@ -150,7 +159,7 @@ pub enum EpochEnd {
 
 impl EpochEnd {
     /// Every name that [`EpochEnd::cause`] gives.
-    pub const CAUSES: [&'static str; 18] = [
+    pub const CAUSES: [&'static str; 20] = [
         "dial",
         "refused",
         "create_qp",
@@ -168,6 +177,8 @@ impl EpochEnd {
         "replaced",
         "qp_fatal",
         "device_lost",
+        "idle",
+        "unregistered",
         "shutting_down",
     ];
 
@@ -191,6 +202,8 @@ impl EpochEnd {
             Self::Replaced => "replaced",
             Self::QpFatal => "qp_fatal",
             Self::DeviceLost(_) => "device_lost",
+            Self::Idle { .. } => "idle",
+            Self::Unregistered => "unregistered",
             Self::ShuttingDown => "shutting_down",
         }
     }

@@ -101,7 +101,7 @@ enum Look {
 const ASK_EVERY: Duration = Duration::from_millis(100);
 
 fn judge<F: Fabric>(state: &mut PeerState<F>, now: Instant, deadline: Duration) -> Look {
-    let waiting = state.has_waiting();
+    let (waiting, starved) = (state.has_waiting(), state.starved);
     let Some(Epoch { link: Some(link), tail_seen, moved, .. }) = &mut state.epoch else { return Look::Settled };
     if !link.is_proven() {
         // The proof has a deadline of its own, which says more.
@@ -110,6 +110,11 @@ fn judge<F: Fabric>(state: &mut PeerState<F>, now: Instant, deadline: Duration) 
     if link.is_settled() && !waiting {
         (*tail_seen, *moved) = (None, None);
         return Look::Settled;
+    }
+    if starved && !link.awaits_completion() {
+        // It waits for a send slab of ours, which is no fault of the peer's.
+        *moved = None;
+        return Look::Moving;
     }
     let mark = link.mark();
     let (_, since, asked) = match moved {

@@ -1,10 +1,7 @@
 //! What arrives, on its way to the application: four streams, or a handler on the driver.
 
 use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicBool, AtomicUsize, Ordering},
-    },
+    sync::Arc,
     task::{Context, Poll},
 };
 
@@ -12,6 +9,7 @@ use bytes::Bytes;
 use tokio::sync::{Notify, mpsc};
 use verbs_bootstrap::InstanceId;
 
+use super::backlog::{self, Wake};
 use crate::proto::frame::MessageType;
 
 /// One frame from a peer.
@@ -77,14 +75,14 @@ impl Stream {
     /// The next frame; `None` after the worker's shutdown, when all is taken. Cancel safe.
     pub async fn recv(&mut self) -> Option<Received> {
         let frame = self.frames.recv().await?;
-        self.backlog.took(&frame);
+        self.backlog.took(cost(&frame));
         Some(frame)
     }
 
     /// The next frame if one is there.
     pub fn try_recv(&mut self) -> Option<Received> {
         let frame = self.frames.try_recv().ok()?;
-        self.backlog.took(&frame);
+        self.backlog.took(cost(&frame));
         Some(frame)
     }
 
@@ -92,7 +90,7 @@ impl Stream {
     pub fn poll_recv(&mut self, cx: &mut Context<'_>) -> Poll<Option<Received>> {
         let polled = self.frames.poll_recv(cx);
         if let Poll::Ready(Some(frame)) = &polled {
-            self.backlog.took(frame);
+            self.backlog.took(cost(frame));
         }
         polled
     }
@@ -103,64 +101,25 @@ impl Drop for Stream {
     fn drop(&mut self) {
         self.frames.close();
         while let Ok(frame) = self.frames.try_recv() {
-            self.backlog.took(&frame);
+            self.backlog.took(cost(&frame));
         }
     }
 }
 
-/// Bytes received and not taken yet. Above the limit the driver holds credits back.
-#[derive(Debug)]
-pub(crate) struct Backlog {
-    bytes: AtomicUsize,
-    limit: usize,
-    withheld: AtomicBool,
-    driver: Arc<Notify>,
+/// Bytes received and not taken yet.
+pub(crate) type Backlog = backlog::Backlog<Arc<Notify>>;
+
+impl Wake for Arc<Notify> {
+    fn wake(&self) {
+        self.notify_one();
+    }
 }
 
 /// Counted for each frame beside its bytes, so that empty frames cannot pile up for free.
 const FRAME_OVERHEAD_BYTES: usize = 128;
 
-impl Backlog {
-    pub(crate) fn new(limit: usize, driver: Arc<Notify>) -> Self {
-        Self { bytes: AtomicUsize::new(0), limit, withheld: AtomicBool::new(false), driver }
-    }
-
-    fn cost(frame: &Received) -> usize {
-        frame.header.len() + frame.payload.len() + FRAME_OVERHEAD_BYTES
-    }
-
-    fn took(&self, frame: &Received) {
-        let before = self.bytes.fetch_sub(Self::cost(frame), Ordering::AcqRel);
-        if before - Self::cost(frame) <= self.limit / 2 && self.withheld.load(Ordering::Acquire) {
-            self.driver.notify_one();
-        }
-    }
-
-    /// Whether credits are to be held back, with some hysteresis; and whether that has just changed.
-    pub(crate) fn update(&self) -> (bool, bool) {
-        let bytes = self.bytes.load(Ordering::Acquire);
-        let was = self.withheld.load(Ordering::Acquire);
-        let now = if was { bytes > self.limit / 2 } else { bytes > self.limit };
-        if was != now {
-            self.withheld.store(now, Ordering::Release);
-            // A reader that took its frames between the load and the store saw the old flag: look once more.
-            let raced = now && self.bytes.load(Ordering::Acquire) <= self.limit / 2;
-            if raced {
-                self.driver.notify_one();
-            }
-        }
-        (now, was != now)
-    }
-
-    /// Whether credits are held back.
-    pub(crate) fn is_withholding(&self) -> bool {
-        self.withheld.load(Ordering::Relaxed)
-    }
-
-    /// Bytes waiting.
-    pub(crate) fn bytes(&self) -> usize {
-        self.bytes.load(Ordering::Relaxed)
-    }
+fn cost(frame: &Received) -> usize {
+    frame.header.len() + frame.payload.len() + FRAME_OVERHEAD_BYTES
 }
 
 /// The driver's end.
@@ -192,12 +151,30 @@ impl Sink {
             MessageType::Ack | MessageType::Event => 2,
             MessageType::ShuttingDown => 3,
         };
-        let cost = Backlog::cost(&frame);
-        backlog.bytes.fetch_add(cost, Ordering::AcqRel);
+        let cost = cost(&frame);
+        backlog.came(cost);
         let taken = senders[lane].send(frame).is_ok();
         if !taken {
-            backlog.bytes.fetch_sub(cost, Ordering::AcqRel);
+            backlog.took(cost);
         }
         taken
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn credits_are_held_back_above_the_limit_until_half_of_it() {
+        let backlog = Backlog::new(100, Arc::default());
+        backlog.came(100);
+        assert_eq!(backlog.update(), (false, false));
+        backlog.came(1);
+        assert_eq!((backlog.update(), backlog.update()), ((true, true), (true, false)));
+        backlog.took(50);
+        assert_eq!((backlog.update(), backlog.is_withholding()), ((true, false), true));
+        backlog.took(1);
+        assert_eq!((backlog.update(), backlog.bytes()), ((false, true), 50));
     }
 }

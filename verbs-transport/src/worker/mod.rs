@@ -2,6 +2,9 @@
 
 mod accept;
 mod admission;
+mod backlog;
+#[cfg(test)]
+mod backlog_loom;
 mod config;
 mod connect;
 mod describe;
@@ -9,6 +12,7 @@ mod dial;
 mod drain;
 mod driver;
 mod error;
+mod evict;
 mod health;
 mod inbound;
 mod metrics;
@@ -18,6 +22,7 @@ mod peer;
 mod poll;
 mod shared;
 mod stats;
+mod sync;
 
 use std::{
     fmt,
@@ -47,7 +52,7 @@ use self::{
     driver::Driver,
     error::cannot_meet,
     inbound::Sink,
-    peer::{Effects, Peer, report},
+    peer::Effects,
     shared::{Life, Shared, lock},
 };
 use crate::{
@@ -173,6 +178,9 @@ impl<F: Fabric> Worker<F> {
         if let Some(every) = config.metrics_interval {
             metrics::spawn_publisher(&self.owner, every);
         }
+        if let Some(after) = config.idle_evict_after {
+            shared.spawn(evict::run(Arc::downgrade(shared), after));
+        }
         *lock(&self.owner.running) = Running { address: Some((endpoint, address)), listener: Some(listener), driver };
         Ok(())
     }
@@ -256,31 +264,53 @@ impl<F: Fabric> Worker<F> {
             return Err(RegisterError::Myself { instance: endpoint.instance });
         }
         self.eligible(&endpoint)?;
-        let peer = shared.peer_or_new(endpoint.instance);
+        let id = endpoint.instance;
         let mut effects = Effects::default();
-        {
-            let mut state = peer.lock();
+        let peer = shared.with_peer(id, |peer, state| {
             match state.exchange.on_registered(endpoint.incarnation) {
                 RegisterVerdict::Superseded => {
-                    tracing::debug!(peer = %peer.id, "the address is of a run that is over; the newer one is kept");
+                    tracing::debug!(peer = %id, "the address is of a run that is over; the newer one is kept");
                     if state.address.is_some() {
-                        return Ok(peer.id);
+                        return peer.clone();
                     }
                 }
                 RegisterVerdict::Keep => {}
                 RegisterVerdict::Retire { retired } => {
                     if retired.is_some() {
-                        let cause = Arc::new(EpochEnd::PeerRestarted);
-                        peer.end_unbound(&mut state, shared, &cause, &mut effects);
+                        peer.end_unbound(state, shared, &Arc::new(EpochEnd::PeerRestarted), &mut effects);
                     }
                 }
             }
             state.address = Some(endpoint);
             state.last_end = None;
-        }
+            peer.clone()
+        });
         peer.changed.notify_waiters();
         effects.run(shared);
-        Ok(peer.id)
+        Ok(id)
+    }
+
+    /// Forgets a peer: ends its connection, reports what is queued and in flight, and refuses sends to it from now on.
+    /// `false`: nobody had registered it. The peer may still connect by itself (its frames are delivered).
+    pub fn unregister(&self, peer: InstanceId) -> bool {
+        let shared = self.shared();
+        let Some(peer) = shared.find_peer(peer) else { return false };
+        let mut effects = Effects::default();
+        let known = {
+            let mut state = peer.lock();
+            let known = state.address.take().is_some();
+            if known {
+                // Also what is queued before an epoch has begun.
+                if let Some(generation) = state.exchange.generation() {
+                    state.exchange.on_epoch_end(generation, shared.now());
+                }
+                peer.end_unbound(&mut state, shared, &Arc::new(EpochEnd::Unregistered), &mut effects);
+            }
+            known
+        };
+        effects.run(shared);
+        shared.forget_stranger(peer.id);
+        known
     }
 
     /// Whether one of the peer's ports can meet ours.
@@ -315,42 +345,14 @@ impl<F: Fabric> Worker<F> {
     ) -> SendOutcome {
         let shared = self.shared();
         let frame = Frame { kind, header, payload, on_error };
-        match self.check(peer, &frame) {
-            Ok(peer) => {
-                shared.counters.sent.add(kind, frame.body_bytes());
-                peer.send(shared, frame)
-            }
-            Err(error) => {
-                shared.counters.reject(&error);
-                report(frame, error);
-                SendOutcome::Admitted
-            }
+        if shared.life() == Life::New {
+            return shared.reject(frame, SendError::NotStarted);
         }
-    }
-
-    fn check(&self, id: InstanceId, frame: &Frame) -> Result<Arc<Peer<F>>, SendError> {
-        let shared = self.shared();
-        match shared.life() {
-            Life::New => return Err(SendError::NotStarted),
-            Life::Running => {}
-            Life::Stopping | Life::Stopped => return Err(SendError::ShuttingDown),
+        match shared.find_peer(peer) {
+            Some(peer) => peer.send(shared, frame),
+            None if shared.is_stopping() => shared.reject(frame, SendError::ShuttingDown),
+            None => shared.reject(frame, SendError::PeerNotRegistered { peer }),
         }
-        let not_registered = SendError::PeerNotRegistered { peer: id };
-        let peer = shared.find_peer(id).ok_or(not_registered.clone())?;
-        let (registered, max) = {
-            let state = peer.lock();
-            let remote = state.epoch.as_ref().and_then(|epoch| epoch.remote.as_ref());
-            let theirs = remote.map_or(u32::MAX, |remote| remote.eager_max_bytes);
-            (state.address.is_some(), theirs.min(shared.config.eager_max_bytes) as usize)
-        };
-        if !registered {
-            return Err(not_registered);
-        }
-        let bytes = frame.body_bytes();
-        if bytes > max {
-            return Err(SendError::TooLarge { bytes, max });
-        }
-        Ok(peer)
     }
 
     /// Largest frame to this peer in bytes, header and payload together; `None` while its limit is unknown.

@@ -48,6 +48,8 @@ pub(crate) struct PeerState<F: Fabric> {
     pub(crate) connect_waiters: Vec<oneshot::Sender<Result<(), ConnectError>>>,
     /// Why the last epoch ended, until another one is proven or the peer is registered anew.
     pub(crate) last_end: Option<Arc<EpochEnd>>,
+    /// No longer in the map of peers: whoever finds it looks again.
+    pub(crate) forgotten: bool,
     /// In the driver's list of peers to look at.
     pub(crate) touched: bool,
     /// In the driver's list of peers that owe credits once slabs are posted again.
@@ -153,7 +155,7 @@ impl Effects {
 }
 
 /// Gives a frame back through its error handler.
-pub(crate) fn report(frame: Frame, error: SendError) {
+fn report(frame: Frame, error: SendError) {
     let Frame { header, payload, on_error, .. } = frame;
     contain("on_error", || on_error.on_error(header, payload, error));
 }
@@ -169,6 +171,7 @@ impl<F: Fabric> Peer<F> {
             dialer: false,
             connect_waiters: Vec::new(),
             last_end: None,
+            forgotten: false,
             touched: false,
             owing: false,
             starved: false,
@@ -187,17 +190,16 @@ impl<F: Fabric> Peer<F> {
         end.map_or_else(|| "the connection ended".to_owned(), |end| end.to_string())
     }
 
-    /// One frame through the gate. The caller has checked registration and size.
+    /// One frame through the gate.
     pub(crate) fn send(self: &Arc<Self>, shared: &Arc<Shared<F>>, frame: Frame) -> SendOutcome {
         let mut effects = Effects::default();
         let mut state = self.lock();
-        if shared.is_stopping() {
-            // Checked under the lock: shutdown takes each lock after it has raised the flag.
+        // Checked under the lock: whoever shuts down or unregisters empties the queues under it afterwards.
+        if let Err(error) = state.takes(shared, self.id, &frame) {
             drop(state);
-            shared.counters.failed.add(1);
-            report(frame, SendError::ShuttingDown);
-            return SendOutcome::Admitted;
+            return shared.reject(frame, error);
         }
+        shared.counters.sent.add(frame.kind, frame.body_bytes());
         let outcome = if state.gate.is_empty() && state.queue.len() < shared.config.channel_frames {
             state.queue.push_back(frame);
             SendOutcome::Admitted
@@ -363,6 +365,13 @@ fn begin_flush<Q: FabricQp>(qp: &Q, link: Option<&mut Link>) -> Result<(), Box<d
 }
 
 impl<F: Fabric> Shared<F> {
+    /// Reports a frame that never entered the gate.
+    pub(crate) fn reject(&self, frame: Frame, error: SendError) -> SendOutcome {
+        self.counters.reject(&error);
+        report(frame, error);
+        SendOutcome::Admitted
+    }
+
     /// One operation is done: its slab goes back, its frame has arrived.
     pub(crate) fn release_op(&self, op: InFlight) {
         if let Some(slab) = op.slab {
@@ -397,6 +406,20 @@ impl<F: Fabric> Shared<F> {
 const IDLE_FRAMES: usize = 16;
 
 impl<F: Fabric> PeerState<F> {
+    /// Whether a frame may enter the gate.
+    fn takes(&self, shared: &Shared<F>, peer: InstanceId, frame: &Frame) -> Result<(), SendError> {
+        if shared.is_stopping() {
+            return Err(SendError::ShuttingDown);
+        }
+        if self.address.is_none() {
+            return Err(SendError::PeerNotRegistered { peer });
+        }
+        let remote = self.epoch.as_ref().and_then(|epoch| epoch.remote.as_ref());
+        let theirs = remote.map_or(u32::MAX, |remote| remote.eager_max_bytes);
+        let (bytes, max) = (frame.body_bytes(), theirs.min(shared.config.eager_max_bytes) as usize);
+        if bytes > max { Err(SendError::TooLarge { bytes, max }) } else { Ok(()) }
+    }
+
     /// Gives back the memory of a burst that is over.
     pub(crate) fn trim(&mut self) {
         if self.queue.is_empty() && self.queue.capacity() > IDLE_FRAMES {

@@ -25,7 +25,7 @@ use super::{
     error::EpochEnd,
     inbound::Backlog,
     metrics::Published,
-    peer::{Effects, Peer, Retired},
+    peer::{Effects, Peer, PeerState, Retired},
     stats::Counters,
 };
 use crate::{
@@ -195,6 +195,35 @@ impl<F: Fabric> Shared<F> {
         let mut peers = self.peers.write().unwrap_or_else(PoisonError::into_inner);
         let new = || Arc::new(Peer::new(id, Exchange::new(self.me, id, self.config.backoff, seed)));
         peers.entry(id).or_insert_with(new).clone()
+    }
+
+    /// Runs `f` on a peer under its lock; makes the peer if it is not known.
+    pub(crate) fn with_peer<R>(&self, id: InstanceId, f: impl FnOnce(&Arc<Peer<F>>, &mut PeerState<F>) -> R) -> R {
+        loop {
+            let peer = self.peer_or_new(id);
+            let mut state = peer.lock();
+            // One that was forgotten between the look-up and the lock is on its way out of the map.
+            if !state.forgotten {
+                return f(&peer, &mut state);
+            }
+            drop(state);
+            std::thread::yield_now();
+        }
+    }
+
+    /// Forgets a peer that nobody registered and that has no connection: else each run of a peer with a fresh name
+    /// would leave something behind.
+    pub(crate) fn forget_stranger(&self, id: InstanceId) {
+        let Some(peer) = self.find_peer(id) else { return };
+        {
+            let mut state = peer.lock();
+            let idle = state.epoch.is_none() && state.exchange.generation().is_none() && !state.has_waiting();
+            if state.forgotten || state.address.is_some() || state.dialer || !idle {
+                return;
+            }
+            state.forgotten = true;
+        }
+        self.peers.write().unwrap_or_else(PoisonError::into_inner).remove(&id);
     }
 
     /// All peers, in the order of their names, so that simulation is reproducible.

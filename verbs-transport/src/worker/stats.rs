@@ -83,6 +83,8 @@ macro_rules! counters {
             pub hw: HwCounters,
             /// Peers registered, now; none after shutdown.
             pub peers: usize,
+            /// Peers known, now: registered, or connected by themselves.
+            pub peers_known: usize,
             /// Connections proven, now.
             pub connections: usize,
             /// QPs that exist, now: connected, connecting and ending.
@@ -232,6 +234,7 @@ impl LinkCounts {
         self.fragments += other.fragments;
         self.pure_grants += other.pure_grants;
         self.pure_grants_received += other.pure_grants_received;
+        self.received += other.received;
         self.pings += other.pings;
         self.pongs += other.pongs;
         self.credits_received += other.credits_received;
