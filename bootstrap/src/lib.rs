@@ -73,6 +73,9 @@ mod config;
 mod counters;
 mod dial;
 mod exchange;
+#[cfg(any(test, feature = "fuzzing"))]
+#[doc(hidden)]
+pub mod fuzzing;
 mod history;
 mod life;
 mod listen;

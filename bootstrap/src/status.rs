@@ -55,6 +55,25 @@ impl Status {
         })
     }
 
+    /// A name for counters.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::WrongInstance => "wrong_instance",
+            Self::StaleIncarnation => "stale_incarnation",
+            Self::StaleGeneration => "stale_generation",
+            Self::UnsupportedVersion => "unsupported_version",
+            Self::Exhausted => "exhausted",
+            Self::NoRoute => "no_route",
+            Self::AuthRequired => "auth_required",
+            Self::AuthFailed => "auth_failed",
+            Self::AuthUnavailable => "auth_unavailable",
+            Self::BadOffer => "bad_offer",
+            Self::ShuttingDown => "shutting_down",
+            Self::Internal => "internal",
+            Self::Other(_) => "other",
+        }
+    }
+
     /// The byte on the wire.
     pub const fn get(self) -> u8 {
         match self {

@@ -19,6 +19,8 @@ pub enum Example {
     Demo,
     /// The smallest program.
     Hello,
+    /// What Prometheus would scrape.
+    Prometheus,
 }
 
 /// How a process ended.
@@ -50,6 +52,7 @@ pub fn command(example: Example) -> Command {
     let name = match example {
         Example::Demo => "demo",
         Example::Hello => "hello",
+        Example::Prometheus => "prometheus",
     };
     // This program is target/debug/deps/NAME-HASH.
     let test = std::env::current_exe().expect("a program knows where it is");

@@ -406,6 +406,16 @@ impl FabricError {
     }
 }
 
+/// What a port counts by itself, for all programs that use it. `None` where the device does not tell.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct HwCounters {
+    /// RNR NAKs sent: a peer's SEND found our SRQ empty. 0 in steady state.
+    pub rnr_naks_sent: Option<u64>,
+    /// RNR NAKs received: our SEND found a peer's SRQ empty. 0 in steady state.
+    pub rnr_naks_received: Option<u64>,
+}
+
 /// One opened port with its CQ, SRQ and slabs. See the module's text.
 pub trait Fabric: Send + Sync + Sized + 'static {
     /// Its RC QPs.
@@ -427,6 +437,11 @@ pub trait Fabric: Send + Sync + Sized + 'static {
 
     /// Device, port and GID in words, and why they were chosen.
     fn path_reason(&self) -> String;
+
+    /// What the port counts by itself; by default nothing. May read files: not for the path of a message.
+    fn hw_counters(&self) -> HwCounters {
+        HwCounters::default()
+    }
 
     /// All slabs, once, at the start.
     fn take_slabs(&self) -> (Vec<RecvSlab>, Vec<SendSlab>);

@@ -12,7 +12,7 @@
 //! | be found, and find | [`Worker::address`], [`WorkerAddress`], [`Worker::register`], [`InstanceId`] |
 //! | send, and hear of failures | [`Worker::send`], [`MessageType`], [`SendOutcome`], [`SendErrorHandler`], [`SendError`] |
 //! | receive | [`Inbound`] and its [`Stream`]s of [`Received`], or a [`Handler`] |
-//! | see what goes on | [`Worker::describe`], [`Worker::stats`] |
+//! | see what goes on | [`Worker::describe`], [`Worker::stats`], [`Worker::publish_metrics`], [`Config::metrics_interval`] |
 //! | carry several transports side by side | [`Transport`], the object-safe face of a worker |
 //! | keep strangers out | [`Secret`] in [`Config::bootstrap`] |
 //! | test without a device | [`sim`] |
@@ -80,6 +80,9 @@
 #![deny(unsafe_code)]
 
 pub mod fabric;
+#[cfg(any(test, feature = "fuzzing"))]
+#[doc(hidden)]
+pub mod fuzzing;
 pub mod proto;
 pub mod select;
 pub mod sim;
@@ -96,7 +99,7 @@ pub use verbs_bootstrap::{Gid, GidType, InstanceId, Mtu, PortIdentity, Secret, T
 pub use worker::{
     Admission, AdmissionError, AdmissionState, Borrowed, Config, ConfigError, ConnectError, DrainFlag, DrainPolicy,
     EpochEnd, FlowStats, Handler, HealthError, InFlightGuard, Inbound, PeerDescription, Progress, Received,
-    RegisterError, SendError, SendOutcome, StartError, Stats, Stream, Worker,
+    RegisterError, SendError, SendOutcome, StartError, Stats, Stream, Worker, describe_metrics,
 };
 
 /// The README's example is compiled and run.

@@ -3,7 +3,12 @@
 //! [`Link::fill`] gives work requests out, [`Link::on_receive`] and [`Link::on_send_done`] take news in. The frames
 //! that wait are the caller's queue, so that they outlive a connection that never came up.
 
-use std::{collections::VecDeque, fmt, sync::Arc, time::Instant};
+use std::{
+    collections::VecDeque,
+    fmt,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use bytes::Bytes;
 
@@ -180,6 +185,8 @@ pub struct LinkCounts {
     pub credits_received: u64,
     /// Times that a frame had to wait because the window was spent.
     pub credit_stalls: u64,
+    /// How long frames waited for that, the present wait included.
+    pub credit_stalled: Duration,
     /// Malformed frames from the peer.
     pub malformed: u64,
 }
@@ -214,7 +221,8 @@ pub struct Link {
     proof_by_receive: bool,
     proven: bool,
     withhold: bool,
-    stalled: bool,
+    /// Since when a frame waits because the window is spent.
+    stalled: Option<Instant>,
     ended: bool,
     counts: LinkCounts,
 }
@@ -239,7 +247,7 @@ impl Link {
             proof_by_receive: !dialed,
             proven: false,
             withhold: false,
-            stalled: false,
+            stalled: None,
             ended: false,
             counts: LinkCounts::default(),
         }
@@ -250,9 +258,22 @@ impl Link {
         self.limits
     }
 
-    /// Counts since the start.
+    /// Counts since the start, without a wait for credits that still lasts.
     pub const fn counts(&self) -> LinkCounts {
         self.counts
+    }
+
+    /// Counts since the start, at `now`.
+    pub fn counts_at(&self, now: Instant) -> LinkCounts {
+        let stalled = self.stalled.map_or(Duration::ZERO, |since| now.saturating_duration_since(since));
+        LinkCounts { credit_stalled: self.counts.credit_stalled + stalled, ..self.counts }
+    }
+
+    /// Gives the counts up: they begin at zero again. For a connection that has ended.
+    pub fn take_counts(&mut self, now: Instant) -> LinkCounts {
+        let counts = self.counts_at(now);
+        (self.counts, self.stalled) = (LinkCounts::default(), None);
+        counts
     }
 
     /// Whether a frame has come back from the peer over this QP.
@@ -345,7 +366,7 @@ impl Link {
         if self.ended || self.held {
             return Filled::Held;
         }
-        if let Err(stop) = self.fill_control(now, out) {
+        if let Err(stop) = self.fill_control(&now, out) {
             return stop;
         }
         loop {
@@ -357,14 +378,22 @@ impl Link {
                 return Filled::NoWr;
             }
             if self.tx.available() == 0 {
-                self.counts.credit_stalls += u64::from(!self.stalled);
-                self.stalled = true;
+                if self.stalled.is_none() {
+                    self.counts.credit_stalls += 1;
+                    self.stalled = Some(now());
+                }
                 return Filled::NoCredit;
             }
             let left = frame.body_bytes() - self.cursor;
             let body = left.min(self.limits.send_bytes as usize - HEADER_BYTES);
             match self.place(HEADER_BYTES + body, out) {
-                Ok(slab) => self.fill_data(queue, body, slab, out),
+                Ok(slab) => {
+                    // The clock is read where a stall begins and ends, not for each message.
+                    if let Some(since) = self.stalled.take() {
+                        self.counts.credit_stalled += now().saturating_duration_since(since);
+                    }
+                    self.fill_data(queue, body, slab, out);
+                }
                 Err(stop) => return stop,
             }
         }
@@ -388,7 +417,6 @@ impl Link {
         let (first, last) = (from == 0, to == frame.body_bytes());
         let spent = self.tx.take();
         debug_assert!(spent, "a credit was there");
-        self.stalled = false;
         let word = if first { frame.header.len() } else { from };
         let word = u32::try_from(word).unwrap_or(u32::MAX);
         let head = self.header(FrameKind::Data(frame.kind), first, last, word);
@@ -416,7 +444,7 @@ impl Link {
         self.sends.push(InFlight { slab, frame }, force_signal);
     }
 
-    fn fill_control(&mut self, now: impl Fn() -> Instant, out: &mut impl Outbox) -> Result<(), Filled> {
+    fn fill_control(&mut self, now: &impl Fn() -> Instant, out: &mut impl Outbox) -> Result<(), Filled> {
         loop {
             let kind = if self.pong_due.is_some() {
                 FrameKind::Pong

@@ -18,8 +18,8 @@ use super::{
     world::Shared,
 };
 use crate::fabric::{
-    AsyncEvent, ConnectQpError, CreateQpError, DeviceLimits, Fabric, FabricError, FabricQp, PostError, QpCaps, QpPath,
-    RecvSlab, SendSlab, SendWr, SlabSizes, Wc,
+    AsyncEvent, ConnectQpError, CreateQpError, DeviceLimits, Fabric, FabricError, FabricQp, HwCounters, PostError,
+    QpCaps, QpPath, RecvSlab, SendSlab, SendWr, SlabSizes, Wc,
 };
 
 /// One simulated host's device: [`SimWorld::host`](super::SimWorld::host) makes it. Its device closes when it and all
@@ -100,6 +100,11 @@ impl Fabric for SimFabric {
 
     fn path_reason(&self) -> String {
         format!("sim{} port 1 gid {}: the only one of this simulated host", self.device.host.0, self.device.port.gid)
+    }
+
+    fn hw_counters(&self) -> HwCounters {
+        let sent = self.report().stats.rnr_naks;
+        HwCounters { rnr_naks_sent: Some(sent), ..HwCounters::default() }
     }
 
     fn take_slabs(&self) -> (Vec<RecvSlab>, Vec<SendSlab>) {

@@ -24,10 +24,11 @@ use super::{
     qp::{Qp, QpParts},
     reactor::InReactor,
     srq::Srq,
-    wc,
+    sysfs, wc,
 };
 use crate::fabric::{
-    AsyncEvent, CreateQpError, DeviceLimits, Fabric, FabricError, PostError, QpCaps, RecvSlab, SendSlab, SlabSizes, Wc,
+    AsyncEvent, CreateQpError, DeviceLimits, Fabric, FabricError, HwCounters, PostError, QpCaps, RecvSlab, SendSlab,
+    SlabSizes, Wc,
 };
 
 /// A device's port with one PD, one CQ and its channel, one SRQ, and one MR each for receive and send slabs.
@@ -198,6 +199,10 @@ impl<N: Net> Fabric for DeviceFabric<N> {
     fn path_reason(&self) -> String {
         let (reason, now) = (&self.shared.reason, self.shared.port().gid_index);
         if now == self.shared.chosen_index { reason.clone() } else { format!("{reason}; now at gid_index {now}") }
+    }
+
+    fn hw_counters(&self) -> HwCounters {
+        sysfs::hw_counters(self.shared.context.name(), self.shared.port().port)
     }
 
     fn take_slabs(&self) -> (Vec<RecvSlab>, Vec<SendSlab>) {

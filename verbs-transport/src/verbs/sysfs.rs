@@ -6,7 +6,7 @@ use std::{fs, net::Ipv4Addr, net::Ipv6Addr, path::Path};
 
 use verbs_bootstrap::Gid;
 
-use crate::select::Netdev;
+use crate::{fabric::HwCounters, select::Netdev};
 
 /// Devices that the kernel has, whether or not libibverbs can use them.
 pub(super) fn device_names() -> Vec<String> {
@@ -41,6 +41,20 @@ pub(super) fn same_numa_node(device: &str) -> Option<bool> {
     let of_device: u32 = of_device.trim().parse().ok()?; // -1 is "none"
     let cpu = rustix::thread::sched_getcpu();
     Some(Path::new(&format!("/sys/devices/system/cpu/cpu{cpu}/node{of_device}")).exists())
+}
+
+/// RNR NAKs of a port, under the names that drivers give them: Soft-RoCE's, then mlx5's. mlx5 counts a NAK that it sends
+/// as a SEND that found no receive.
+pub(super) fn hw_counters(device: &str, port: u8) -> HwCounters {
+    let dir = Path::new("/sys/class/infiniband").join(device).join(format!("ports/{port}/hw_counters"));
+    let first = |names: [&str; 2]| {
+        let mut texts = names.iter().filter_map(|name| fs::read_to_string(dir.join(name)).ok());
+        texts.find_map(|text| text.trim().parse().ok())
+    };
+    HwCounters {
+        rnr_naks_sent: first(["send_rnr_err", "out_of_buffer"]),
+        rnr_naks_received: first(["rcvd_rnr_err", "rnr_nak_retry_err"]),
+    }
 }
 
 /// Bytes that this process has pinned so far (`VmPin`).

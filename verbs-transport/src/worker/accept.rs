@@ -5,6 +5,7 @@ use std::{
     sync::{Arc, Weak},
 };
 
+use tracing::Instrument;
 use verbs_bootstrap::{AcceptError, Acceptor, Generation, HelloVerdict, LifeSocket, Offer, Refusal, Status};
 
 use super::{
@@ -107,8 +108,11 @@ impl<F: Fabric> Acceptor for Accept<F> {
                 shared.counters.hellos_refused.add(1);
             }
         }
-        async move {
-            let (shared, peer, answer) = decided?;
+        let (peer, generation) = (hello.from, hello.generation.0);
+        let span = tracing::info_span!("connect", role = "accept", %peer, peer_generation = generation);
+        let answered = async move {
+            let (shared, peer, answer) =
+                decided.inspect_err(|refusal| tracing::debug!(%refusal, "the hello is refused"))?;
             let generation = match answer {
                 Answer::BringUp(generation) => {
                     if let Err(cause) = bring_up(&shared, &peer, generation, &hello, false).await {
@@ -132,7 +136,8 @@ impl<F: Fabric> Acceptor for Accept<F> {
             let to =
                 Addressee { instance: hello.from, incarnation: hello.from_incarnation, generation: hello.generation };
             Ok(shared.offer(epoch, &to))
-        }
+        };
+        answered.instrument(span)
     }
 
     fn on_ready(&self, hello: Offer, reply: Offer, life: LifeSocket<Self::Stream>) {

@@ -96,6 +96,10 @@ pub struct Config {
     /// The flag that turns requests away while a process drains; give all transports of a process the same one.
     /// Default: one of its own, that nobody raises.
     pub drain: DrainFlag,
+    /// How often the counters and gauges are published through the `metrics` facade: 10 ms to 1 h, default `None`: never
+    /// by itself, and nothing wakes up for it; [`Worker::publish_metrics`](crate::Worker::publish_metrics) publishes when
+    /// it is called. 1 s suits a scrape every few seconds; each time costs a look at every peer.
+    pub metrics_interval: Option<Duration>,
     /// Retry policy of the QPs.
     pub timers: QpTimers,
     /// For reproducible simulation: seeds PSNs, incarnation and back-off. Default `None`: the system's randomness.
@@ -126,6 +130,7 @@ impl Default for Config {
             admission_deadline: Duration::from_secs(30),
             idle_evict_after: None,
             drain: DrainFlag::default(),
+            metrics_interval: None,
             timers: QpTimers { ack_timeout_code: 16, retry_cnt: 6, rnr_retry: 7, min_rnr_timer_code: 3 },
             seed: None,
         }
@@ -193,6 +198,9 @@ impl Config {
         micros("tail_probe_after in µs", self.tail_probe_after, 1_000, 1_000_000)?;
         micros("health_deadline in µs", self.health_deadline, 100_000, 60_000_000)?;
         micros("admission_deadline in µs", self.admission_deadline, 1_000, 3_600_000_000)?;
+        if let Some(every) = self.metrics_interval {
+            micros("metrics_interval in µs", every, 10_000, 3_600_000_000)?;
+        }
         range("advertise (addresses)", self.advertise.len() as u64, 0, 8)?;
         range("timers.ack_timeout_code", self.timers.ack_timeout_code.into(), 1, 31)?;
         range("timers.retry_cnt", self.timers.retry_cnt.into(), 0, 6)?;
@@ -242,7 +250,7 @@ mod tests {
     #[test]
     fn each_number_out_of_range_is_named() {
         type Case = (&'static str, fn(&mut Config));
-        let cases: [Case; 10] = [
+        let cases: [Case; 11] = [
             ("window_slabs", |c| c.window_slabs = 7),
             ("window_slabs", |c| c.window_slabs = 1021),
             ("send_wrs", |c| c.send_wrs = 15),
@@ -250,6 +258,7 @@ mod tests {
             ("inline_request_bytes", |c| c.inline_request_bytes = 957),
             ("eager_max_bytes", |c| c.eager_max_bytes = 1023),
             ("channel_frames", |c| c.channel_frames = 0),
+            ("metrics_interval in µs", |c| c.metrics_interval = Some(Duration::from_millis(9))),
             ("timers.retry_cnt", |c| c.timers.retry_cnt = 7),
             ("timers.min_rnr_timer_code", |c| c.timers.min_rnr_timer_code = 0),
             ("progress.spin in µs", |c| c.progress = Progress::SpinThenPark { spin: Duration::from_secs(1) }),

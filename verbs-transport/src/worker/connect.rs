@@ -4,10 +4,11 @@
 use std::sync::Arc;
 
 use tokio::sync::watch;
-use verbs_bootstrap::{Generation, LifeSocket, Net, Offer, QpEndpoint, RdAtomic, Refusal, Status};
+use verbs_bootstrap::{Generation, LifeSocket, Net, Offer, PortIdentity, QpEndpoint, RdAtomic, Refusal, Status};
 
 use super::{
     error::{EpochEnd, SendError},
+    news::hex,
     peer::{Effects, Epoch, Peer, PeerState},
     shared::Shared,
 };
@@ -61,6 +62,7 @@ impl<F: Fabric> Shared<F> {
             rx_window,
             link: None,
             remote: None,
+            local: None,
             up: watch::Sender::new(false),
             lives: Vec::new(),
             lives_open: 0,
@@ -153,12 +155,25 @@ pub(super) async fn bring_up<F: Fabric>(
     remote: &Offer,
     dialed: bool,
 ) -> Result<(), EpochEnd> {
+    let port = shared.fabric.port();
     let (qp, path) = {
         let state = peer.lock();
         let epoch = of_generation(&state, generation).ok_or(EpochEnd::Replaced)?;
-        (epoch.qp.clone(), shared.path(epoch, remote))
+        (epoch.qp.clone(), shared.path(epoch, &port, remote))
     };
+    let qpn = qp.qpn();
     F::Qp::connect(qp, path).await.map_err(EpochEnd::ConnectQp)?;
+    tracing::debug!(
+        qp = hex(qpn),
+        psn = format_args!("{:#08x}", path.local_psn.get()),
+        remote_qp = hex(path.remote.qpn),
+        remote_psn = format_args!("{:#08x}", path.remote.psn.get()),
+        gid = %port.gid,
+        gid_index = port.gid_index,
+        remote_gid = %remote.port.gid,
+        mtu_bytes = path.mtu.bytes(),
+        "QP in RTS"
+    );
     let mut effects = Effects::default();
     {
         let mut state = peer.lock();
@@ -170,6 +185,7 @@ pub(super) async fn bring_up<F: Fabric>(
             let limits = shared.link_limits(epoch, remote);
             epoch.link = Some(Link::new(limits, dialed));
             epoch.remote = Some(remote.clone());
+            epoch.local = Some(port);
             epoch.up.send_replace(true);
             epoch.lives.push(spawn_proof_timer(shared, peer, generation, &path));
         }
@@ -181,8 +197,7 @@ pub(super) async fn bring_up<F: Fabric>(
 }
 
 impl<F: Fabric> Shared<F> {
-    fn path(&self, epoch: &Epoch<F>, remote: &Offer) -> QpPath {
-        let port = self.fabric.port();
+    fn path(&self, epoch: &Epoch<F>, port: &PortIdentity, remote: &Offer) -> QpPath {
         QpPath {
             remote: remote.messaging,
             remote_port: remote.port,

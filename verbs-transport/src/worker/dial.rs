@@ -7,6 +7,7 @@ use std::{
 };
 
 use tokio::time::sleep_until;
+use tracing::Instrument;
 use verbs_bootstrap::{DialError, DialFailed, DialStart, Dialed, Offer, Refusal, ReplyVerdict, Status};
 
 use super::{
@@ -46,10 +47,12 @@ async fn dial_until_done<F: Fabric>(shared: &Arc<Shared<F>>, peer: &Arc<Peer<F>>
                 }
             }
             Step::Dial(hello, addrs) => {
+                let generation = hello.generation.0;
+                let span = tracing::info_span!("connect", role = "dial", peer = %peer.id, generation);
                 tokio::select! {
                     biased;
                     () = shared.stopping() => return,
-                    () = dial_once(shared, peer, &hello, &addrs) => {}
+                    () = dial_once(shared, peer, &hello, &addrs).instrument(span) => {}
                 }
             }
         }
@@ -109,6 +112,7 @@ fn decide_step<F: Fabric>(
 
 async fn dial_once<F: Fabric>(shared: &Arc<Shared<F>>, peer: &Arc<Peer<F>>, hello: &Offer, addrs: &[SocketAddr]) {
     shared.counters.dials.add(1);
+    tracing::debug!(?addrs, "dialing");
     match dial_any(shared, hello, addrs).await {
         Ok(dialed) => {
             if let Err(refusal) = check_reply(hello, &dialed.reply) {
@@ -148,6 +152,7 @@ fn check_reply(hello: &Offer, reply: &Offer) -> Result<(), Refusal> {
 
 fn dial_failed<F: Fabric>(shared: &Arc<Shared<F>>, peer: &Arc<Peer<F>>, cause: EpochEnd) {
     shared.counters.dial_failures.add(1);
+    tracing::debug!(cause = cause.cause(), reason = %cause, "the dial failed");
     let mut effects = Effects::default();
     {
         let mut state = peer.lock();

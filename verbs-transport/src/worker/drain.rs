@@ -14,6 +14,7 @@ use std::{
 
 use bytes::Bytes;
 use tokio::sync::Notify;
+use tracing::Instrument;
 
 use super::{
     Worker,
@@ -144,6 +145,12 @@ impl<F: Fabric> Worker<F> {
     /// Waits for the work in hand as `policy` says, then shuts down.
     pub async fn drain_and_shutdown(&self, policy: DrainPolicy) {
         self.begin_drain();
+        let span = tracing::info_span!("drain", me = %self.instance(), ?policy);
+        self.drain(policy).instrument(span).await;
+        self.shutdown().await;
+    }
+
+    async fn drain(&self, policy: DrainPolicy) {
         let idle = self.shared().config.drain.wait_idle();
         match policy {
             DrainPolicy::WaitForEver => idle.await,
@@ -151,10 +158,11 @@ impl<F: Fabric> Worker<F> {
                 if tokio::time::timeout(limit, idle).await.is_err() {
                     let left = self.shared().config.drain.in_flight();
                     tracing::warn!(left, ?limit, "work is left in hand; shutting down all the same");
+                    return;
                 }
             }
         }
-        self.shutdown().await;
+        tracing::info!("drained");
     }
 }
 

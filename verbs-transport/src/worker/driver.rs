@@ -47,6 +47,13 @@ enum Body {
 }
 
 impl Body {
+    fn len(&self) -> usize {
+        match self {
+            Self::Scratch(range) => range.len(),
+            Self::Owned(bytes) => bytes.len(),
+        }
+    }
+
     fn bytes<'a>(&'a self, scratch: &'a [u8]) -> &'a [u8] {
         match self {
             Self::Scratch(range) => &scratch[range.clone()],
@@ -217,8 +224,8 @@ impl<F: Fabric> Driver<F> {
                 }
             }
             Err(error) => {
-                shared.counters.malformed.add(1);
-                tracing::warn!(peer = %peer.id, %error, "the peer broke the protocol");
+                shared.counters.broken(&error);
+                tracing::warn!(peer = %peer.id, qp = format_args!("{qpn:#08x}"), %error, "the peer broke the protocol");
                 if error.is_fatal() {
                     let cause = Arc::new(EpochEnd::Protocol(error));
                     peer.end_epoch(&mut state, shared, generation, &cause, effects);
@@ -250,8 +257,8 @@ impl<F: Fabric> Driver<F> {
             {
                 let mut arrivals =
                     Arrivals { sink: self.sink.as_ref(), into: &mut self.deliveries, scratch: &mut self.scratch };
-                if arrivals.take(shared, *peer, link, slab, head, bytes).is_err() {
-                    shared.counters.malformed.add(1);
+                if let Err(error) = arrivals.take(shared, *peer, link, slab, head, bytes) {
+                    shared.counters.broken(&error);
                 }
             }
             _ => shared.counters.stale_completions.add(1),
@@ -324,7 +331,10 @@ impl<F: Fabric> Driver<F> {
     fn deliver(&mut self, shared: &Arc<Shared<F>>, effects: &mut Effects) {
         let deliveries = self.deliveries.drain(..);
         let Some(sink) = &self.sink else {
-            shared.counters.undelivered.add(deliveries.count() as u64);
+            for Delivery { body, .. } in deliveries {
+                shared.counters.undelivered.add(1);
+                shared.counters.undelivered_bytes.add(body.len() as u64);
+            }
             return;
         };
         for Delivery { peer, kind, header_len, body } in deliveries {
@@ -346,9 +356,11 @@ impl<F: Fabric> Driver<F> {
                 (Sink::Streams { senders, backlog }, Body::Owned(bytes)) => {
                     shared.counters.received.add(kind, bytes.len());
                     let mut header = Bytes::from(bytes);
+                    let bytes = header.len();
                     let payload = header.split_off(header_len);
                     if !Sink::push(senders, backlog, Received { peer, kind, header, payload }) {
                         shared.counters.undelivered.add(1);
+                        shared.counters.undelivered_bytes.add(bytes as u64);
                     }
                 }
                 // Scratch bodies are made for handlers only.
@@ -387,13 +399,15 @@ impl<F: Fabric> Driver<F> {
             if let Some(mut link) = link {
                 if link.wrs_in_flight() > 0 {
                     shared.counters.flushes_abandoned.add(1);
-                    tracing::warn!(%peer, qpn, wrs = link.wrs_in_flight(), "no flush came; QP destroyed regardless");
+                    let wrs = link.wrs_in_flight();
+                    tracing::warn!(%peer, qp = format_args!("{qpn:#08x}"), wrs, "no flush came; QP destroyed regardless");
                 }
                 let rest: Vec<_> = link.abandon().collect();
                 for op in rest {
                     shared.retire_op(peer, op, Ended::Failed, &cause, effects);
                 }
-                shared.past_links().add(&link.counts());
+                // What came in since its end; the rest was added then.
+                shared.past_links().add(&link.take_counts(now));
             }
         }
         if self.retired.is_empty() && shared.retired.is_empty() {
@@ -462,7 +476,9 @@ impl<F: Fabric> Driver<F> {
                 return Err(FabricError { what, source: std::io::Error::other("reported by an async event") });
             }
             // Each QP that ends says so on a NIC.
-            AsyncEvent::QpLastWqe { qpn } => tracing::debug!(qpn, "the last receive of the QP is in"),
+            AsyncEvent::QpLastWqe { qpn } => {
+                tracing::debug!(qp = format_args!("{qpn:#08x}"), "the last receive of the QP is in");
+            }
             other => tracing::info!(event = ?other, "async event"),
         }
         Ok(())

@@ -157,6 +157,58 @@ pub enum EpochEnd {
     ShuttingDown,
 }
 
+impl EpochEnd {
+    /// Every name that [`EpochEnd::cause`] gives.
+    pub const CAUSES: [&'static str; 20] = [
+        "dial",
+        "refused",
+        "create_qp",
+        "connect_qp",
+        "exhausted",
+        "cq_full",
+        "not_proven",
+        "work_request",
+        "receive",
+        "post",
+        "protocol",
+        "unresponsive",
+        "peer_closed",
+        "peer_restarted",
+        "replaced",
+        "qp_fatal",
+        "device_lost",
+        "idle",
+        "unregistered",
+        "shutting_down",
+    ];
+
+    /// The name of this cause in counters and logs: one of [`EpochEnd::CAUSES`].
+    pub const fn cause(&self) -> &'static str {
+        match self {
+            Self::Dial(_) => "dial",
+            Self::Refused(_) => "refused",
+            Self::CreateQp(_) => "create_qp",
+            Self::ConnectQp(_) => "connect_qp",
+            Self::Exhausted(_) => "exhausted",
+            Self::CqFull { .. } => "cq_full",
+            Self::NotProven { .. } => "not_proven",
+            Self::WorkRequest { .. } => "work_request",
+            Self::Receive { .. } => "receive",
+            Self::Post(_) => "post",
+            Self::Protocol(_) => "protocol",
+            Self::Unresponsive { .. } => "unresponsive",
+            Self::PeerClosed => "peer_closed",
+            Self::PeerRestarted => "peer_restarted",
+            Self::Replaced => "replaced",
+            Self::QpFatal => "qp_fatal",
+            Self::DeviceLost(_) => "device_lost",
+            Self::Idle { .. } => "idle",
+            Self::Unregistered => "unregistered",
+            Self::ShuttingDown => "shutting_down",
+        }
+    }
+}
+
 /// An error and the one beneath it, in one line.
 fn with_source(error: &DialError) -> String {
     match std::error::Error::source(error) {

@@ -15,6 +15,8 @@ mod error;
 mod evict;
 mod health;
 mod inbound;
+mod metrics;
+mod news;
 mod outbox;
 mod peer;
 mod poll;
@@ -31,6 +33,7 @@ use std::{
 
 use bytes::Bytes;
 use tokio::{runtime::Handle, sync::oneshot, task::JoinHandle};
+use tracing::Instrument;
 use verbs_bootstrap::{
     AddressError, DeviceHint, Endpoint, InstanceId, Listener, ListenerStats, PortIdentity, RegisterVerdict,
     WorkerAddress,
@@ -42,6 +45,7 @@ pub use describe::PeerDescription;
 pub use drain::{DrainFlag, DrainPolicy, InFlightGuard};
 pub use error::{ConnectError, EpochEnd, HealthError, RegisterError, SendError, StartError};
 pub use inbound::{Borrowed, Handler, Inbound, Received, Stream};
+pub use metrics::describe_metrics;
 pub use stats::{FlowStats, Stats};
 
 use self::{
@@ -171,6 +175,9 @@ impl<F: Fabric> Worker<F> {
         let endpoint = self.endpoint(listener.local_addr());
         let address = WorkerAddress::encode(&endpoint)?;
         let driver = self.poll_with(config.progress)?;
+        if let Some(every) = config.metrics_interval {
+            metrics::spawn_publisher(&self.owner, every);
+        }
         if let Some(after) = config.idle_evict_after {
             shared.spawn(evict::run(Arc::downgrade(shared), after));
         }
@@ -426,7 +433,17 @@ impl<F: Fabric> Worker<F> {
     /// Stops listening, ends all connections, reports every frame that is queued or in flight, and returns when all
     /// QPs are gone: within `flush_deadline` and half a second. Idempotent; may come before start.
     pub async fn shutdown(&self) {
+        let span = tracing::info_span!("shutdown", me = %self.instance());
+        self.shutdown_in_span().instrument(span).await;
+    }
+
+    async fn shutdown_in_span(&self) {
         let shared = self.shared();
+        let began = shared.now();
+        let first = shared.life() <= Life::Running;
+        if first {
+            tracing::info!(qps = shared.qps(), "shutting down");
+        }
         let listener = self.owner.begin_stop();
         if let Some(listener) = listener {
             listener.stop().await;
@@ -445,7 +462,12 @@ impl<F: Fabric> Worker<F> {
         if let Some(mut driver) = shared.try_driver() {
             driver.close_sink();
         }
-        shared.advance(Life::Stopping, Life::Stopped);
+        if shared.advance(Life::Stopping, Life::Stopped) {
+            tracing::info!(took = ?shared.now().saturating_duration_since(began), qps = shared.qps(), "shut down");
+            if shared.config.metrics_interval.is_some() {
+                self.publish_metrics();
+            }
+        }
     }
 
     /// Until no ended connection is left; polls itself where nobody else does.

@@ -11,11 +11,12 @@ use tokio::{
     sync::{Notify, oneshot, watch},
     task::AbortHandle,
 };
-use verbs_bootstrap::{Endpoint, Exchange, Generation, InstanceId, Offer, Psn};
+use verbs_bootstrap::{Endpoint, Exchange, Generation, InstanceId, Offer, PortIdentity, Psn};
 
 use super::{
     admission::{Admission, AdmissionError, CancelGate, SendOutcome, Ticket, contain},
     error::{ConnectError, EpochEnd, SendError},
+    news::News,
     outbox::Batch,
     shared::Shared,
 };
@@ -73,6 +74,8 @@ pub(crate) struct Epoch<F: Fabric> {
     /// The connection, once the QP is in RTS.
     pub(crate) link: Option<Link>,
     pub(crate) remote: Option<Offer>,
+    /// Our port as it was when the QP was brought up.
+    pub(crate) local: Option<PortIdentity>,
     /// Turns true with `link`; closed when the epoch ends.
     pub(crate) up: watch::Sender<bool>,
     /// The tasks that hold this epoch's bootstrap sockets.
@@ -106,6 +109,7 @@ enum Effect {
     Resolve(Arc<Ticket>, Result<(), AdmissionError>),
     Failed(Frame, SendError),
     Connected(oneshot::Sender<Result<(), ConnectError>>, Result<(), ConnectError>),
+    Tell(Box<News>),
 }
 
 impl Effects {
@@ -125,6 +129,11 @@ impl Effects {
         self.0.push(Effect::Connected(waiter, result));
     }
 
+    /// Goes into the log.
+    pub(crate) fn tell(&mut self, news: News) {
+        self.0.push(Effect::Tell(Box::new(news)));
+    }
+
     /// Runs them. No lock of ours may be held.
     pub(crate) fn run<F: Fabric>(self, shared: &Shared<F>) {
         for effect in self.0 {
@@ -139,6 +148,7 @@ impl Effects {
                 }
                 // A waiter that gave up is no fault.
                 Effect::Connected(waiter, result) => drop(waiter.send(result)),
+                Effect::Tell(news) => news.tell(),
             }
         }
     }
@@ -221,6 +231,8 @@ impl<F: Fabric> Peer<F> {
             *last_end = None;
             exchange.on_proven(epoch.generation);
             shared.counters.connections_made.add(1);
+            let (local, remote) = (epoch.local, epoch.remote.as_ref());
+            effects.tell(News::connected(self.id, epoch.generation, &*epoch.qp, epoch.psn, local, remote));
             for waiter in connect_waiters.drain(..) {
                 effects.connected(waiter, Ok(()));
             }
@@ -290,9 +302,12 @@ impl<F: Fabric> Peer<F> {
         cause: &Arc<EpochEnd>,
         effects: &mut Effects,
     ) {
-        shared.counters.epochs_ended.add(1);
-        let reason: &EpochEnd = cause;
-        tracing::info!(peer = %self.id, %reason, "connection ended");
+        // A worker that stops, or whose device is lost, ends all peers, also those that had nothing to end.
+        let of_all = matches!(**cause, EpochEnd::ShuttingDown | EpochEnd::DeviceLost(_));
+        if !of_all || state.epoch.is_some() || state.has_waiting() || !state.connect_waiters.is_empty() {
+            shared.counters.end(cause);
+            effects.tell(News::ended(self.id, state.epoch.as_ref(), cause.clone()));
+        }
         if let Some(epoch) = state.epoch.take() {
             let Epoch { qp, mut link, rx_window, lives, .. } = epoch;
             lives.iter().for_each(AbortHandle::abort);
@@ -302,8 +317,12 @@ impl<F: Fabric> Peer<F> {
             if let Err(error) = begin_flush(&*qp, link.as_mut()) {
                 tracing::warn!(peer = %self.id, %error, "the QP's flush did not begin; it ends by its deadline");
             }
+            let since = shared.now();
+            if let Some(link) = &mut link {
+                shared.past_links().add(&link.take_counts(since));
+            }
             // Under the lock, so that a driver which finds the epoch gone finds it here.
-            shared.retire(Retired { peer: self.id, qp, link, cause: cause.clone(), rx_window, since: shared.now() });
+            shared.retire(Retired { peer: self.id, qp, link, cause: cause.clone(), rx_window, since });
         }
         state.last_end = Some(cause.clone());
         let stopping = matches!(**cause, EpochEnd::ShuttingDown);
@@ -348,7 +367,7 @@ fn begin_flush<Q: FabricQp>(qp: &Q, link: Option<&mut Link>) -> Result<(), Box<d
 impl<F: Fabric> Shared<F> {
     /// Reports a frame that never entered the gate.
     pub(crate) fn reject(&self, frame: Frame, error: SendError) -> SendOutcome {
-        self.counters.rejected.add(1);
+        self.counters.reject(&error);
         report(frame, error);
         SendOutcome::Admitted
     }

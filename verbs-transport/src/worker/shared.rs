@@ -24,6 +24,7 @@ use super::{
     driver::Driver,
     error::EpochEnd,
     inbound::Backlog,
+    metrics::Published,
     peer::{Effects, Peer, PeerState, Retired},
     stats::Counters,
 };
@@ -50,6 +51,7 @@ pub(crate) struct Shared<F: Fabric> {
     pub(crate) me: Identity,
     pub(crate) fabric: F,
     pub(crate) counters: Counters,
+    pub(crate) published: Mutex<Published>,
     pub(crate) backlog: Arc<Backlog>,
     pub(crate) send_slabs: ArrayQueue<SendSlab>,
     /// Peers that wait for a send slab.
@@ -96,6 +98,7 @@ impl<F: Fabric> Shared<F> {
         Self {
             me,
             counters: Counters::default(),
+            published: Mutex::default(),
             backlog: Arc::new(Backlog::new(config.inbound_max_bytes, driver_wake.clone())),
             send_slabs: pool,
             starved: SegQueue::new(),
@@ -355,6 +358,11 @@ impl<F: Fabric> Shared<F> {
         let mut stop = self.stop.subscribe();
         // The sender lives as long as `self`.
         let _ = stop.wait_for(|stop| *stop).await;
+    }
+
+    /// Turns true when shutdown begins; ends with the worker.
+    pub(crate) fn stop_signal(&self) -> watch::Receiver<bool> {
+        self.stop.subscribe()
     }
 
     /// Wakes everything that waits in [`Shared::stopping`].

@@ -1,8 +1,24 @@
-//! Counters of a worker.
+//! Counters of a worker. What they mean, and what to alert on, is in `docs/observability.md`.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Mutex,
+        atomic::{AtomicU64, Ordering},
+    },
+};
 
-use crate::proto::{frame::MessageType, link::LinkCounts};
+use super::{
+    error::{EpochEnd, SendError},
+    shared::lock,
+};
+use crate::{
+    fabric::HwCounters,
+    proto::{
+        frame::{Malformed, MessageType},
+        link::{LinkCounts, LinkError},
+    },
+};
 
 /// A count that only grows. Relaxed: each is true by itself, no two are read at one instant.
 #[derive(Debug, Default)]
@@ -22,17 +38,20 @@ impl Counter {
 #[derive(Debug, Default)]
 pub(crate) struct Flow {
     frames: [Counter; 5],
-    bytes: Counter,
+    bytes: [Counter; 5],
 }
 
 impl Flow {
     pub(crate) fn add(&self, kind: MessageType, bytes: usize) {
         self.frames[kind as usize].add(1);
-        self.bytes.add(bytes as u64);
+        self.bytes[kind as usize].add(bytes as u64);
     }
 
     fn snapshot(&self) -> FlowStats {
-        FlowStats { frames: std::array::from_fn(|kind| self.frames[kind].get()), bytes: self.bytes.get() }
+        FlowStats {
+            frames: std::array::from_fn(|kind| self.frames[kind].get()),
+            bytes: std::array::from_fn(|kind| self.bytes[kind].get()),
+        }
     }
 }
 
@@ -43,6 +62,8 @@ macro_rules! counters {
         pub(crate) struct Counters {
             pub(crate) sent: Flow,
             pub(crate) received: Flow,
+            /// A lock: connections end rarely.
+            pub(crate) ended: Mutex<BTreeMap<&'static str, u64>>,
             $(pub(crate) $name: Counter,)*
         }
 
@@ -56,7 +77,11 @@ macro_rules! counters {
             pub received: FlowStats,
             /// Sums over all connections, past and present.
             pub links: LinkCounts,
-            /// Peers registered, now.
+            /// Connections ended, and attempts that failed, by [`EpochEnd::cause`].
+            pub ended: BTreeMap<&'static str, u64>,
+            /// What the device counts by itself: of the whole port, whoever uses it.
+            pub hw: HwCounters,
+            /// Peers registered, now; none after shutdown.
             pub peers: usize,
             /// Peers known, now: registered, or connected by themselves.
             pub peers_known: usize,
@@ -78,6 +103,7 @@ macro_rules! counters {
                 Stats {
                     sent: self.sent.snapshot(),
                     received: self.received.snapshot(),
+                    ended: lock(&self.ended).clone(),
                     $($name: self.$name.get(),)*
                     ..Stats::default()
                 }
@@ -91,8 +117,8 @@ macro_rules! counters {
 pub struct FlowStats {
     /// Frames by type, in the order of [`MessageType::ALL`].
     pub frames: [u64; 5],
-    /// Header and payload bytes.
-    pub bytes: u64,
+    /// Header and payload bytes by type, in the same order.
+    pub bytes: [u64; 5],
 }
 
 impl FlowStats {
@@ -100,13 +126,56 @@ impl FlowStats {
     pub fn total(&self) -> u64 {
         self.frames.iter().sum()
     }
+
+    /// Bytes of all types.
+    pub fn total_bytes(&self) -> u64 {
+        self.bytes.iter().sum()
+    }
+}
+
+impl Counters {
+    /// A frame was refused before the wire.
+    pub(crate) fn reject(&self, error: &SendError) {
+        self.rejected.add(1);
+        let reason = match error {
+            SendError::NotStarted => &self.rejected_not_started,
+            SendError::PeerNotRegistered { .. } => &self.rejected_not_registered,
+            SendError::TooLarge { .. } => &self.rejected_too_large,
+            SendError::ShuttingDown | SendError::ConnectionLost { .. } => &self.rejected_shutting_down,
+        };
+        reason.add(1);
+    }
+
+    /// A peer broke the protocol.
+    pub(crate) fn broken(&self, error: &LinkError) {
+        self.malformed.add(1);
+        if let LinkError::Malformed(Malformed::Short { .. }) | LinkError::TooManyMalformed(Malformed::Short { .. }) =
+            error
+        {
+            self.truncated.add(1);
+        }
+    }
+
+    /// A connection, or the attempt at one, has ended.
+    pub(crate) fn end(&self, cause: &EpochEnd) {
+        self.epochs_ended.add(1);
+        *lock(&self.ended).entry(cause.cause()).or_default() += 1;
+    }
 }
 
 counters! {
     /// Sends that had to queue in a gate.
     pended,
-    /// Sends refused before the wire: not started, not registered, too large.
+    /// Sends refused before the wire, for one of the reasons below.
     rejected,
+    /// Of these, before the worker was started.
+    rejected_not_started,
+    /// ... to a peer that is not registered.
+    rejected_not_registered,
+    /// ... above the largest frame.
+    rejected_too_large,
+    /// ... after shutdown had begun.
+    rejected_shutting_down,
     /// Frames reported through their error handler after they had been accepted.
     failed,
     /// Queued frames whose admission ended in an error.
@@ -115,7 +184,7 @@ counters! {
     epochs_begun,
     /// Connections that were proven.
     connections_made,
-    /// Epochs ended for any cause.
+    /// Epochs ended for any cause, attempts that never had a QP included.
     epochs_ended,
     /// Dials made.
     dials,
@@ -127,6 +196,8 @@ counters! {
     stale_completions,
     /// Malformed frames from peers.
     malformed,
+    /// Of these, SENDs that are too short for a header.
+    truncated,
     /// Receives that came back with an error or flushed.
     receives_failed,
     /// Flushes that did not finish within `flush_deadline`.
@@ -145,6 +216,8 @@ counters! {
     srq_low,
     /// Frames that arrived for a stream that the application had dropped.
     undelivered,
+    /// Their bytes, header and payload.
+    undelivered_bytes,
     /// Times that credits were held back because the application did not take its frames.
     withheld,
     /// Wake-ups of the driver by the completion channel.
@@ -166,6 +239,7 @@ impl LinkCounts {
         self.pongs += other.pongs;
         self.credits_received += other.credits_received;
         self.credit_stalls += other.credit_stalls;
+        self.credit_stalled += other.credit_stalled;
         self.malformed += other.malformed;
     }
 }
