@@ -14,7 +14,7 @@ use crate::{
     proto::{
         assembly::Incoming,
         credit::WINDOW_MIN,
-        frame::{FrameHeader, HEADER_BYTES, MessageType},
+        frame::{FrameHeader, FrameKind, HEADER_BYTES, MessageType},
         link::{CONTROL_WRS, Filled, Frame, InFlight, Link, LinkError, LinkLimits, Outbox},
     },
 };
@@ -253,7 +253,8 @@ impl Run {
             // The driver asks no more; it must not panic all the same.
             return;
         }
-        let control = header.is_some_and(|header| !matches!(header.kind, crate::proto::frame::FrameKind::Data(_)));
+        // A control frame spends no credit, also a malformed one: it came out of the reserve.
+        let control = there == HEADER_BYTES && seen[0] == 0xb1 && (5..=7).contains(&seen[1]);
         match &got {
             Err(error @ LinkError::Credit(_)) => self.fatal = Some(*error),
             other => {
@@ -312,7 +313,7 @@ impl Run {
             assert_eq!(self.link.slab(posted.seq).is_some(), *in_slab);
             let header = FrameHeader::decode(*head).expect("what is sent can be read");
             self.granted += u32::from(header.credits);
-            self.spent += u32::from(matches!(header.kind, crate::proto::frame::FrameKind::Data(_)));
+            self.spent += u32::from(matches!(header.kind, FrameKind::Data(_)));
             if Some(index) == refused {
                 self.failed = true;
             }
