@@ -57,6 +57,9 @@ pub trait Transport: Send + Sync {
     /// Counts since the start.
     fn stats(&self) -> Stats;
 
+    /// Publishes them through the `metrics` facade.
+    fn publish_metrics(&self);
+
     /// Ends everything; idempotent.
     fn shutdown(&self) -> BoxFuture<'_, ()>;
 }
@@ -107,6 +110,10 @@ impl<F: Fabric> Transport for Worker<F> {
 
     fn stats(&self) -> Stats {
         self.stats()
+    }
+
+    fn publish_metrics(&self) {
+        Self::publish_metrics(self);
     }
 
     fn shutdown(&self) -> BoxFuture<'_, ()> {
