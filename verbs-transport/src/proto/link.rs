@@ -574,7 +574,8 @@ impl Link {
 
     fn malformed(&mut self, malformed: Malformed) -> LinkError {
         self.counts.malformed += 1;
-        self.malformed += 1;
+        // Of a connection that has ended, what is still in the CQ is read on: there may be many.
+        self.malformed = self.malformed.saturating_add(1);
         if self.malformed >= MALFORMED_MAX {
             LinkError::TooManyMalformed(malformed)
         } else {
