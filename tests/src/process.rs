@@ -172,6 +172,24 @@ impl PeerProcess {
     pub fn signal(&self, name: &str) {
         let sent = Command::new("kill").args([&format!("-{name}"), &self.pid.to_string()]).status();
         assert!(sent.expect("kill is there").success(), "the peer is gone");
+        if name == "STOP" {
+            self.await_stopped();
+        }
+    }
+
+    /// A stop takes hold of each thread at its next return to user space, which a busy machine delays.
+    fn await_stopped(&self) {
+        let stopped = |task: std::fs::DirEntry| {
+            let stat = std::fs::read_to_string(task.path().join("stat")).unwrap_or_default();
+            // The state stands behind the name, which is in brackets.
+            stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with('T'))
+        };
+        let deadline = std::time::Instant::now() + Duration::from_secs(5);
+        let tasks = || std::fs::read_dir(format!("/proc/{}/task", self.pid)).expect("the peer is there").flatten();
+        while !tasks().all(stopped) {
+            assert!(std::time::Instant::now() < deadline, "the peer does not stop");
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 
     /// kill -9; returns when it is gone.
