@@ -351,11 +351,6 @@ impl Link {
         self.sends.has_bare_tail()
     }
 
-    /// Whether the first frame of the waiting queue is partly posted.
-    pub const fn is_mid_frame(&self) -> bool {
-        self.cursor > 0
-    }
-
     /// The slab of a WR in flight, for posting it.
     pub fn slab(&self, seq: WrSeq) -> Option<&SendSlab> {
         self.sends.get(seq)?.slab.as_ref()

@@ -393,7 +393,8 @@ impl<F: Fabric> Driver<F> {
             let Some(Retired { peer, qp, link, cause, rx_window, .. }) = self.retired.remove(&qpn) else { continue };
             shared.forget_route(qpn);
             // From here on the device touches nothing of this QP's: what it still held may be used again.
-            destroy(qp);
+            // (A task that is still bringing the QP up holds another reference; its end destroys the QP then.)
+            drop(qp);
             shared.shares().release(rx_window);
             shared.forget_stranger(peer);
             if let Some(mut link) = link {
@@ -518,12 +519,6 @@ impl<F: Fabric> Shared<F> {
             peer.pump(&mut state, self, effects);
         }
     }
-}
-
-/// Drops the last reference to a QP, which destroys it.
-fn destroy<Q: FabricQp>(qp: Arc<Q>) {
-    // A task that is still bringing it up holds another one; its end destroys the QP then.
-    drop(qp);
 }
 
 /// The live epoch of a QP and its link.
