@@ -1,6 +1,7 @@
 //! One peer's hand-shake decisions: no I/O, no clock, no lock.
 //!
-//! An *epoch* is one attempt to connect and the connection that comes of it. It owns exactly one messaging QP, which
+//! An *epoch* is one attempt to connect and the connection that comes of it, in one [`Plane`]: a peer has an exchange
+//! for each plane, and they know nothing of each other. An epoch owns exactly one QP of its plane, which
 //! the dialing and the accepting half share: crossed dials therefore meet on one pair of QPs. `(incarnation,
 //! generation)` names an epoch, hence a QP, for ever.
 //!
@@ -19,7 +20,7 @@ pub use self::verdict::{DialFailed, DialStart, HelloVerdict, RegisterVerdict, Re
 use crate::{
     history::History,
     status::{Refusal, Status},
-    types::{Generation, Incarnation, InstanceId, Offer, QpEndpoint},
+    types::{Generation, Incarnation, InstanceId, Offer, Plane, QpEndpoint},
 };
 
 /// Who this worker is.
@@ -37,13 +38,14 @@ pub struct Identity {
 pub struct Backoff {
     /// After the first failure, default 50 ms.
     pub first: Duration,
-    /// The most, default 5 s.
+    /// The most, default 2 s. Beyond half of [`Config::deadline`](crate::Config::deadline), frames to a dead peer wait for
+    /// longer than that deadline before they come back.
     pub max: Duration,
 }
 
 impl Default for Backoff {
     fn default() -> Self {
-        Self { first: Duration::from_millis(50), max: Duration::from_secs(5) }
+        Self { first: Duration::from_millis(50), max: Duration::from_secs(2) }
     }
 }
 
@@ -52,18 +54,12 @@ impl Default for Backoff {
 struct Remote {
     incarnation: Incarnation,
     generation: Generation,
-    messaging: QpEndpoint,
-    bulk: Option<QpEndpoint>,
+    qp: QpEndpoint,
 }
 
 impl Remote {
     fn of(offer: &Offer) -> Self {
-        Self {
-            incarnation: offer.from_incarnation,
-            generation: offer.generation,
-            messaging: offer.messaging,
-            bulk: offer.bulk,
-        }
+        Self { incarnation: offer.from_incarnation, generation: offer.generation, qp: offer.qp }
     }
 }
 
@@ -98,6 +94,7 @@ struct Dialing {
 pub struct Exchange {
     me: Identity,
     peer: InstanceId,
+    plane: Plane,
     backoff: Backoff,
     jitter: u64,
     /// The last epoch begun; names the present one unless idle.
@@ -116,10 +113,11 @@ pub struct Exchange {
 
 impl Exchange {
     /// A peer that nothing is known of yet. `seed` spreads the back-off: a random number, or a fixed one in tests.
-    pub fn new(me: Identity, peer: InstanceId, backoff: Backoff, seed: u64) -> Self {
+    pub fn new(me: Identity, peer: InstanceId, plane: Plane, backoff: Backoff, seed: u64) -> Self {
         Self {
             me,
             peer,
+            plane,
             backoff,
             jitter: seed,
             generation: Generation(0),
@@ -132,6 +130,18 @@ impl Exchange {
             not_before: None,
             misled: false,
         }
+    }
+
+    /// Begins the count of epochs above `last`: for a peer that was forgotten, whose epochs the peer still remembers.
+    #[must_use]
+    pub fn after(mut self, last: Generation) -> Self {
+        self.generation = self.generation.max(last);
+        self
+    }
+
+    /// The last epoch begun, 0 for none.
+    pub fn last_generation(&self) -> Generation {
+        self.generation
     }
 
     /// The present epoch, if there is one.
@@ -215,6 +225,7 @@ impl Exchange {
     pub fn on_reply(&mut self, reply: &Offer) -> ReplyVerdict {
         let Some(dial) = self.dialing.take() else { return ReplyVerdict::Ignore };
         let meant = reply.from == self.peer
+            && reply.plane == self.plane
             && reply.to == self.me.instance
             && reply.to_incarnation == self.me.incarnation
             && reply.from_incarnation == dial.target
@@ -344,7 +355,7 @@ impl Exchange {
                     Status::BadOffer,
                     format!(
                         "generation {} was offered with {} before, now with {}",
-                        remote.generation.0, bound.messaging.qpn, remote.messaging.qpn
+                        remote.generation.0, bound.qp.qpn, remote.qp.qpn
                     ),
                 ));
             }
@@ -372,6 +383,11 @@ impl Exchange {
             (Status::StaleIncarnation, format!("this is run {mine}, not {meant}"))
         } else if hello.from != self.peer || hello.from == self.me.instance {
             (Status::BadOffer, format!("a hello from {} is not one from {}", hello.from, self.peer))
+        } else if hello.plane != self.plane {
+            (
+                Status::BadOffer,
+                format!("a hello of the {} plane in an exchange of the {} plane", hello.plane, self.plane),
+            )
         } else if hello.generation == Generation(0) {
             (Status::BadOffer, "generation 0 names no epoch".to_owned())
         } else {

@@ -1,6 +1,8 @@
 //! What the fuzz targets in `bootstrap/fuzz` run, and what the tests run over their corpora. Not part of the API.
 
 use std::{
+    fs,
+    path::Path,
     pin::pin,
     task::{Context, Poll, Waker},
 };
@@ -57,28 +59,35 @@ pub fn address(bytes: &[u8]) {
     assert_eq!(again.endpoint().expect("what was written can be read"), endpoint);
 }
 
+/// Runs a fuzz target over its corpus, in `fuzz/corpus` of the crate at `crate_dir`.
+///
+/// # Panics
+///
+/// When the target does, or the corpus has fewer than `at_least` files.
+pub fn over_corpus(crate_dir: &str, target: &str, at_least: usize, mut run: impl FnMut(&[u8])) {
+    let dir = Path::new(crate_dir).join("fuzz/corpus").join(target);
+    let mut files = 0;
+    for entry in fs::read_dir(&dir).expect("the corpus is there").flatten() {
+        println!("{}", entry.path().display());
+        run(&fs::read(entry.path()).expect("readable"));
+        files += 1;
+    }
+    assert!(files >= at_least, "only {files} files in {}", dir.display());
+}
+
 #[cfg(test)]
 mod tests {
-    use std::{fs, path::Path};
+    use super::over_corpus;
 
-    fn over_corpus(target: &str, run: fn(&[u8])) {
-        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus").join(target);
-        let mut files = 0;
-        for entry in fs::read_dir(&dir).expect("the corpus is there").flatten() {
-            println!("{}", entry.path().display());
-            run(&fs::read(entry.path()).expect("readable"));
-            files += 1;
-        }
-        assert!(files >= 5, "only {files} files in {}", dir.display());
-    }
+    const CRATE: &str = env!("CARGO_MANIFEST_DIR");
 
     #[test]
     fn corpus_of_frames() {
-        over_corpus("frames", super::frames);
+        over_corpus(CRATE, "frames", 5, super::frames);
     }
 
     #[test]
     fn corpus_of_addresses() {
-        over_corpus("address", super::address);
+        over_corpus(CRATE, "address", 5, super::address);
     }
 }

@@ -21,7 +21,7 @@
 //!
 //! use verbs_bootstrap::{
 //!     AcceptError, Acceptor, Config, Generation, Gid, GidType, Incarnation, InstanceId, LifeSocket, LinkLayer, Listener,
-//!     Mtu, Offer, PortIdentity, Psn, QpEndpoint, Qpn, RdAtomic, Refusal, Secret, TcpNet, dial,
+//!     Mtu, Offer, Plane, PortIdentity, Psn, QpEndpoint, Qpn, RdAtomic, Refusal, Secret, TcpNet, dial,
 //! };
 //!
 //! fn offer(from: u128, to: u128, qpn: u32) -> Offer {
@@ -30,10 +30,10 @@
 //!         device_guid: 1, port: 1, link_layer: LinkLayer::Ethernet, lid: 0, gid: Gid([0; 16]),
 //!         gid_type: GidType::RoceV2, gid_index: 3, pkey: 0xffff, mtu: Mtu::B1024,
 //!     };
-//!     let messaging = QpEndpoint { qpn: Qpn::new(qpn).expect("24 bits"), psn: Psn::from_random(0x8d31f0) };
+//!     let qp = QpEndpoint { qpn: Qpn::new(qpn).expect("24 bits"), psn: Psn::from_random(0x8d31f0) };
 //!     Offer {
 //!         from: InstanceId(from), from_incarnation: Incarnation(7), to: InstanceId(to), to_incarnation: Incarnation(7),
-//!         generation: Generation(1), echoed_generation: Generation(0), port, messaging, bulk: None,
+//!         generation: Generation(1), echoed_generation: Generation(0), port, plane: Plane::Messaging, qp,
 //!         rd_atomic: RdAtomic { initiator: 16, responder: 16 }, slab_bytes: 8192, window_slabs: 64,
 //!         eager_max_bytes: 16 << 20, features: 0,
 //!     }
@@ -60,7 +60,7 @@
 //! let listener = Listener::bind(&net, ([127, 0, 0, 1], 0).into(), &config, Arc::new(Worker)).await?;
 //!
 //! let dialed = dial(&net, listener.local_addr(), &offer(1, 2, 0x12f), &config).await?;
-//! assert_eq!(dialed.reply.messaging.qpn.get(), 0x130);
+//! assert_eq!(dialed.reply.qp.qpn.get(), 0x130);
 //! // Bring the QP to RTS with what the reply says, then tell the acceptor:
 //! let _life = dialed.ready().await?;
 //! # Ok(())
@@ -105,7 +105,7 @@ pub use net::{Net, NetListener};
 pub use status::{Refusal, Stage, Status};
 pub use tcp::{TcpNet, TcpNetListener};
 pub use types::{
-    Generation, Gid, GidFamily, GidType, Incarnation, InstanceId, LinkLayer, Mtu, Not24Bits, Offer, PortIdentity, Psn,
-    QpEndpoint, Qpn, RdAtomic,
+    Generation, Gid, GidFamily, GidType, Incarnation, InstanceId, LinkLayer, Mtu, Not24Bits, Offer, Plane,
+    PortIdentity, Psn, QpEndpoint, Qpn, RdAtomic,
 };
 pub use wire::WireError;

@@ -13,8 +13,8 @@ use crate::{
     listen::{AcceptError, Acceptor},
     status::Refusal,
     types::{
-        Generation, Gid, GidType, Incarnation, InstanceId, LinkLayer, Mtu, Offer, PortIdentity, Psn, QpEndpoint, Qpn,
-        RdAtomic,
+        Generation, Gid, GidType, Incarnation, InstanceId, LinkLayer, Mtu, Offer, Plane, PortIdentity, Psn, QpEndpoint,
+        Qpn, RdAtomic,
     },
 };
 
@@ -38,8 +38,8 @@ pub(crate) fn offer(from: (u128, u64), to: (u128, u64), generation: u64, echoed:
             pkey: 0xffff,
             mtu: Mtu::B1024,
         },
-        messaging: endpoint(qpn),
-        bulk: None,
+        plane: Plane::Messaging,
+        qp: endpoint(qpn),
         rd_atomic: RdAtomic { initiator: 16, responder: 8 },
         slab_bytes: 8192,
         window_slabs: 64,

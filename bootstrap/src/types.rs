@@ -242,6 +242,24 @@ impl fmt::Display for Incarnation {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Default, Serialize, Deserialize)]
 pub struct Generation(pub u64);
 
+/// What an exchange makes a connection for. Each plane of a pair of peers has its own exchanges, epochs and QPs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Plane {
+    /// Messages.
+    Messaging,
+    /// RDMA READs and WRITEs of bulk memory.
+    Bulk,
+}
+
+impl fmt::Display for Plane {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Messaging => "messaging",
+            Self::Bulk => "bulk",
+        })
+    }
+}
+
 /// One QP as its peer needs it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct QpEndpoint {
@@ -285,6 +303,7 @@ pub struct RdAtomic {
 
 /// What one side tells the other: the same in both directions.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(into = "WireOffer", try_from = "WireOffer")]
 pub struct Offer {
     /// Who sends this.
     pub from: InstanceId,
@@ -300,18 +319,115 @@ pub struct Offer {
     pub echoed_generation: Generation,
     /// The sender's port.
     pub port: PortIdentity,
-    /// The QP for messages.
-    pub messaging: QpEndpoint,
-    /// The QP reserved for bulk reads, if any.
-    pub bulk: Option<QpEndpoint>,
+    /// What the QP is for.
+    pub plane: Plane,
+    /// The QP.
+    pub qp: QpEndpoint,
     /// The sender's READ limits.
     pub rd_atomic: RdAtomic,
-    /// Bytes in each receive slab of the sender's: no SEND to it may be longer.
+    /// Bytes in each receive slab of the sender's: no SEND to it may be longer. 0 in the bulk plane.
     pub slab_bytes: u32,
-    /// Receive slabs that the sender keeps for this peer's SENDs: the peer's credits at the start.
+    /// Receives that the sender keeps for this peer: the peer's credits at the start, for SENDs in the messaging plane,
+    /// for notifications in the bulk plane.
     pub window_slabs: u16,
-    /// Largest header + payload that the sender takes in one frame, in bytes.
+    /// Largest header + payload that the sender takes in one frame, in bytes. 0 in the bulk plane.
     pub eager_max_bytes: u32,
     /// Feature bits; unknown ones are ignored.
     pub features: u64,
+}
+
+/// An [`Offer`] as it lies on the wire: a slot for each plane's QP, of which exactly one is filled.
+#[derive(Serialize, Deserialize)]
+pub(crate) struct WireOffer {
+    from: InstanceId,
+    from_incarnation: Incarnation,
+    to: InstanceId,
+    to_incarnation: Incarnation,
+    generation: Generation,
+    echoed_generation: Generation,
+    port: PortIdentity,
+    /// QP number 0, which no QP has, and PSN 0: an empty slot.
+    messaging_qpn: u32,
+    messaging_psn: u32,
+    bulk: Option<QpEndpoint>,
+    rd_atomic: RdAtomic,
+    slab_bytes: u32,
+    window_slabs: u16,
+    eager_max_bytes: u32,
+    features: u64,
+}
+
+/// The QP slots of an offer that is none.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum BadSlots {
+    #[error("an offer names a messaging QP ({messaging}) and a bulk QP ({bulk}), but each plane has offers of its own")]
+    Both { messaging: Qpn, bulk: Qpn },
+    #[error("an offer names no QP, neither for messaging nor for bulk")]
+    None,
+    #[error("an offer without a messaging QP has a messaging PSN of {psn:#08x}")]
+    StrayPsn { psn: u32 },
+    #[error(transparent)]
+    Number(#[from] Not24Bits),
+}
+
+impl From<Offer> for WireOffer {
+    fn from(offer: Offer) -> Self {
+        let (messaging_qpn, messaging_psn, bulk) = match offer.plane {
+            Plane::Messaging => (offer.qp.qpn.get(), offer.qp.psn.get(), None),
+            Plane::Bulk => (0, 0, Some(offer.qp)),
+        };
+        Self {
+            from: offer.from,
+            from_incarnation: offer.from_incarnation,
+            to: offer.to,
+            to_incarnation: offer.to_incarnation,
+            generation: offer.generation,
+            echoed_generation: offer.echoed_generation,
+            port: offer.port,
+            messaging_qpn,
+            messaging_psn,
+            bulk,
+            rd_atomic: offer.rd_atomic,
+            slab_bytes: offer.slab_bytes,
+            window_slabs: offer.window_slabs,
+            eager_max_bytes: offer.eager_max_bytes,
+            features: offer.features,
+        }
+    }
+}
+
+impl TryFrom<WireOffer> for Offer {
+    type Error = BadSlots;
+
+    fn try_from(wire: WireOffer) -> Result<Self, BadSlots> {
+        let messaging = match (wire.messaging_qpn, wire.messaging_psn) {
+            (0, 0) => None,
+            (0, psn) => return Err(BadSlots::StrayPsn { psn }),
+            (qpn, psn) => Some(QpEndpoint { qpn: qpn.try_into()?, psn: psn.try_into()? }),
+        };
+        let (plane, qp) = match (messaging, wire.bulk) {
+            (Some(messaging), Some(bulk)) => {
+                return Err(BadSlots::Both { messaging: messaging.qpn, bulk: bulk.qpn });
+            }
+            (Some(qp), None) => (Plane::Messaging, qp),
+            (None, Some(qp)) => (Plane::Bulk, qp),
+            (None, None) => return Err(BadSlots::None),
+        };
+        Ok(Self {
+            from: wire.from,
+            from_incarnation: wire.from_incarnation,
+            to: wire.to,
+            to_incarnation: wire.to_incarnation,
+            generation: wire.generation,
+            echoed_generation: wire.echoed_generation,
+            port: wire.port,
+            plane,
+            qp,
+            rd_atomic: wire.rd_atomic,
+            slab_bytes: wire.slab_bytes,
+            window_slabs: wire.window_slabs,
+            eager_max_bytes: wire.eager_max_bytes,
+            features: wire.features,
+        })
+    }
 }

@@ -17,8 +17,8 @@ use tokio::{
 };
 use verbs_bootstrap::{
     AcceptError, Acceptor, Backoff, Config, DialFailed, DialStart, Exchange, Generation, Gid, GidType, HelloVerdict,
-    Identity, Incarnation, InstanceId, LifeSocket, LinkLayer, Listener, MemNet, Mtu, Net, Offer, PortIdentity, Psn,
-    QpEndpoint, Qpn, RdAtomic, Refusal, ReplyVerdict, Secret, Status, TcpNet, dial,
+    Identity, Incarnation, InstanceId, LifeSocket, LinkLayer, Listener, MemNet, Mtu, Net, Offer, Plane, PortIdentity,
+    Psn, QpEndpoint, Qpn, RdAtomic, Refusal, ReplyVerdict, Secret, Status, TcpNet, dial,
 };
 
 /// QPs of one "fabric" by number: the remote end they were brought up to.
@@ -66,7 +66,7 @@ impl<N: Net> Worker<N> {
             incarnation: Incarnation(u64::try_from(instance).expect("small") + 100),
         };
         let (me, other) = (identity(me), identity(other));
-        let mut exchange = Exchange::new(me, other.instance, Backoff::default(), 1);
+        let mut exchange = Exchange::new(me, other.instance, Plane::Messaging, Backoff::default(), 1);
         exchange.on_registered(other.incarnation);
         Arc::new(Self {
             net: Arc::clone(net),
@@ -99,8 +99,8 @@ impl<N: Net> Worker<N> {
                 pkey: 0xffff,
                 mtu: Mtu::B1024,
             },
-            messaging: QpEndpoint { qpn: Qpn::new(qpn).expect("24 bits"), psn: Psn::from_random(qpn) },
-            bulk: None,
+            plane: Plane::Messaging,
+            qp: QpEndpoint { qpn: Qpn::new(qpn).expect("24 bits"), psn: Psn::from_random(qpn) },
             rd_atomic: RdAtomic { initiator: 1, responder: 1 },
             slab_bytes: 8192,
             window_slabs: 64,
@@ -118,7 +118,7 @@ impl<N: Net> Worker<N> {
 
     /// The lock is not held while the QP is brought up; the exchange says afterwards whether it still counts.
     async fn connect(&self, generation: Generation, qpn: u32, remote: &Offer) -> bool {
-        self.fabric.bring_up(qpn, remote.messaging.qpn.get()).await;
+        self.fabric.bring_up(qpn, remote.qp.qpn.get()).await;
         let current = self.peer.lock().expect("no panic").exchange.on_connected(generation);
         if current {
             self.up.send_replace(generation.0);

@@ -13,7 +13,8 @@ use tokio::{
 };
 use verbs_bootstrap::{
     AcceptError, Acceptor, Config, DialError, Generation, Gid, GidType, Incarnation, InstanceId, LifeEnd, LifeSocket,
-    LinkLayer, ListenError, Listener, Mtu, Offer, PortIdentity, Psn, QpEndpoint, Qpn, RdAtomic, Refusal, TcpNet, dial,
+    LinkLayer, ListenError, Listener, Mtu, Offer, Plane, PortIdentity, Psn, QpEndpoint, Qpn, RdAtomic, Refusal, TcpNet,
+    dial,
 };
 
 /// Sockets are counted process-wide, so these tests take turns.
@@ -65,8 +66,8 @@ fn offer(from: u128, to: u128, qpn: u32) -> Offer {
             pkey: 0xffff,
             mtu: Mtu::B1024,
         },
-        messaging: QpEndpoint { qpn: Qpn::new(qpn).expect("24 bits"), psn: Psn::from_random(qpn) },
-        bulk: None,
+        plane: Plane::Messaging,
+        qp: QpEndpoint { qpn: Qpn::new(qpn).expect("24 bits"), psn: Psn::from_random(qpn) },
         rd_atomic: RdAtomic { initiator: 1, responder: 1 },
         slab_bytes: 8192,
         window_slabs: 64,

@@ -20,7 +20,7 @@ fn two_workers_converge_after_faults() {
 /// One run takes about 0.1 ms. On a failure the text names the seed.
 const SEEDS: u64 = 20_000;
 const FAULTS_MS: u64 = 60_000;
-/// The longest late message (20 s), a dial, a proof and a back-off (5 s each), with room.
+/// The longest late message (20 s), a dial and a proof (5 s each) and a back-off (2 s), with room.
 const CALM_MS: u64 = 60_000;
 const DIAL_MS: u64 = 5000;
 const PROOF_MS: u64 = 5000;
@@ -382,7 +382,7 @@ impl World {
 
     fn bind(&mut self, node: usize, generation: u64, remote: &Offer) {
         let qp = self.nodes[node].qps.get_mut(&generation).expect("the epoch has a QP");
-        assert!(qp.bound.replace(remote.messaging.qpn.get()).is_none(), "seed {}: a QP is bound twice", self.seed);
+        assert!(qp.bound.replace(remote.qp.qpn.get()).is_none(), "seed {}: a QP is bound twice", self.seed);
         let (delay, incarnation) = (self.below(1000), self.nodes[node].incarnation);
         let fails = !self.calm() && self.chance(5);
         self.at(self.now_ms + delay, Event::BroughtUp { node, incarnation, generation, fails });
@@ -458,7 +458,7 @@ fn node(index: usize, incarnation: u64, seed: u64) -> Node {
     let me = Identity { instance: name(index), incarnation: Incarnation(incarnation) };
     Node {
         incarnation,
-        exchange: Exchange::new(me, name(1 - index), Backoff::default(), seed ^ incarnation),
+        exchange: Exchange::new(me, name(1 - index), Plane::Messaging, Backoff::default(), seed ^ incarnation),
         qps: BTreeMap::new(),
         waiting: Vec::new(),
         dialing: None,

@@ -16,7 +16,7 @@ const NEW: (u128, u64) = (2, 22);
 
 fn exchange() -> Exchange {
     let me = Identity { instance: InstanceId(ME.0), incarnation: Incarnation(ME.1) };
-    Exchange::new(me, InstanceId(PEER.0), Backoff::default(), 7)
+    Exchange::new(me, InstanceId(PEER.0), Plane::Messaging, Backoff::default(), 7)
 }
 
 /// What run `run` of the peer would send with epoch `generation` and QP `qpn`.
@@ -196,7 +196,7 @@ fn back_off_doubles_to_its_end_and_proof_resets_it() {
         exchange.begin_epoch();
         assert!(matches!(exchange.start_dial(now), DialStart::Go { .. }));
         let DialFailed::EpochOver { retry_at, .. } = exchange.on_dial_failed(now) else { panic!("nothing came up") };
-        let most = Duration::from_millis(50 * 2_u64.pow(failure)).min(Duration::from_secs(5));
+        let most = Duration::from_millis(50 * 2_u64.pow(failure)).min(Backoff::default().max);
         assert!((most / 2..=most).contains(&(retry_at - now)), "{:?} after failure {failure}", retry_at - now);
         exchange.begin_epoch();
         assert_eq!(exchange.start_dial(now), DialStart::Wait { until: retry_at });
@@ -227,7 +227,7 @@ fn two_seeds_spread_their_retries() {
     let retries: Vec<Instant> = (0..20)
         .map(|seed| {
             let me = Identity { instance: InstanceId(1), incarnation: Incarnation(11) };
-            Exchange::new(me, InstanceId(2), Backoff::default(), seed).back_off(now)
+            Exchange::new(me, InstanceId(2), Plane::Messaging, Backoff::default(), seed).back_off(now)
         })
         .collect();
     let distinct: std::collections::HashSet<_> = retries.iter().collect();
@@ -291,4 +291,17 @@ fn only_what_would_retire_an_epoch_must_show_that_it_lives() {
             assert_eq!(would, does, "{state}");
         }
     }
+}
+
+/// Planes know nothing of each other: an offer of the other one is refused, and as a reply it is nobody's.
+#[test]
+fn an_offer_of_the_other_plane_moves_nothing() {
+    let now = Instant::now();
+    let bulk = |generation, echoed| Offer { plane: Plane::Bulk, ..from_peer(PEER, generation, echoed, 50) };
+    let mut exchange = in_state("dialing", now);
+    let HelloVerdict::Refuse(refusal) = exchange.on_hello(&bulk(5, 0)) else { panic!("taken") };
+    assert_eq!(refusal.status, Status::BadOffer);
+    assert!(refusal.detail.contains("bulk plane in an exchange of the messaging plane"), "{refusal}");
+    assert_eq!(exchange.on_reply(&bulk(5, 3)), ReplyVerdict::Ignore);
+    assert!(!exchange.is_connected() && exchange.generation() == Some(Generation(3)));
 }

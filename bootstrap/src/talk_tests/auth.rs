@@ -54,7 +54,7 @@ async fn only_the_right_proof_reaches_the_acceptor() {
     let zeros = Some(Tag([0; 32]));
     assert!(is_auth_failed(&answer_to_proof(&scene, |_, proof| proof.tag = zeros).await), "a made-up tag");
     assert!(is_auth_failed(&answer_to_proof(&scene, |_, proof| proof.nonce = nonce()).await), "another nonce");
-    let tampered = answer_to_proof(&scene, |hello, _| hello.offer.messaging.psn = crate::Psn::from_random(1)).await;
+    let tampered = answer_to_proof(&scene, |hello, _| hello.offer.qp.psn = crate::Psn::from_random(1)).await;
     assert!(is_auth_failed(&tampered), "the offer that was proven is not the one that came");
     let flag = answer_to_proof(&scene, |hello, _| hello.has_secret = false).await;
     assert!(is_auth_failed(&flag), "the flag is proven too");

@@ -14,21 +14,26 @@ fn bytes(hex: &str) -> Vec<u8> {
         .collect()
 }
 
-/// The bulk QP is there, so that every field shows.
 fn golden_offer() -> Offer {
     let mut offer = offer((0xa1, 0xb1), (0xa2, 0xb2), 3, 2, 0x12f);
-    offer.messaging.psn = Psn::from_random(0x8d_31f0);
-    offer.bulk = Some(QpEndpoint { qpn: Qpn::new(0x130).expect("24 bits"), psn: Psn::from_random(1) });
+    offer.qp.psn = Psn::from_random(0x8d_31f0);
     offer
 }
 
-const OFFER: &str = "
+/// Of the bulk plane.
+fn golden_bulk_offer() -> Offer {
+    let qp = QpEndpoint { qpn: Qpn::new(0x130).expect("24 bits"), psn: Psn::from_random(1) };
+    Offer { plane: Plane::Bulk, qp, slab_bytes: 0, window_slabs: 32, eager_max_bytes: 0, ..golden_offer() }
+}
+
+/// Up to the QPs.
+const OFFER_HEAD: &str = "
     000000000000000000000000000000a1 00000000000000b1
     000000000000000000000000000000a2 00000000000000b2
     0000000000000003 0000000000000002
-    0102030405060708 01 00000001 0000 00000000000000000000ffff0a630101 00000002 03 ffff 00000002
-    0000012f 008d31f0  01 00000130 00000001
-    10 08  00002000 0040 01000000 8000000000000001";
+    0102030405060708 01 00000001 0000 00000000000000000000ffff0a630101 00000002 03 ffff 00000002";
+const OFFER: &str = "0000012f 008d31f0 00  10 08  00002000 0040 01000000 8000000000000001";
+const BULK_OFFER: &str = "00000000 00000000 01 00000130 00000001  10 08  00000000 0020 00000000 8000000000000001";
 
 fn check_golden(frame: &Frame, hex: &str) {
     let golden = bytes(hex);
@@ -39,7 +44,13 @@ fn check_golden(frame: &Frame, hex: &str) {
 #[test]
 fn golden_hello() {
     let hello = Hello { offer: golden_offer(), nonce: Nonce([0x5a; 32]), has_secret: true };
-    check_golden(&Frame::Hello(hello), &format!("000000b7 76624253 01 01 00 {OFFER} {} 01", "5a".repeat(32)));
+    check_golden(
+        &Frame::Hello(hello),
+        &format!("000000af 76624253 01 01 00 {OFFER_HEAD} {OFFER} {} 01", "5a".repeat(32)),
+    );
+    let hello = Hello { offer: golden_bulk_offer(), nonce: Nonce([0x5a; 32]), has_secret: true };
+    let golden = format!("000000b7 76624253 01 01 00 {OFFER_HEAD} {BULK_OFFER} {} 01", "5a".repeat(32));
+    check_golden(&Frame::Hello(hello), &golden);
 }
 
 #[test]
@@ -57,7 +68,9 @@ fn golden_challenge_and_proof() {
 #[test]
 fn golden_reply() {
     let reply = Frame::Reply(Reply { offer: golden_offer(), tag: None });
-    check_golden(&reply, &format!("00000097 76624253 01 04 00 {OFFER} 00"));
+    check_golden(&reply, &format!("0000008f 76624253 01 04 00 {OFFER_HEAD} {OFFER} 00"));
+    let reply = Frame::Reply(Reply { offer: golden_bulk_offer(), tag: None });
+    check_golden(&reply, &format!("00000097 76624253 01 04 00 {OFFER_HEAD} {BULK_OFFER} 00"));
 }
 
 #[test]
@@ -73,7 +86,11 @@ fn an_offer_fits_many_times_into_a_frame() {
 
 /// A hello with its body's bytes changed.
 fn hello_with(change: impl FnOnce(&mut Vec<u8>)) -> Result<Frame, WireError> {
-    let hello = Hello { offer: golden_offer(), nonce: Nonce([0; 32]), has_secret: false };
+    offer_with(golden_offer(), change)
+}
+
+fn offer_with(offer: Offer, change: impl FnOnce(&mut Vec<u8>)) -> Result<Frame, WireError> {
+    let hello = Hello { offer, nonce: Nonce([0; 32]), has_secret: false };
     let mut frame = Frame::Hello(hello).encode().split_off(PREFIX_BYTES);
     change(&mut frame);
     Frame::decode(&frame)
@@ -84,7 +101,7 @@ const QPN_AT: usize = FIXED_BYTES + 106;
 
 #[test]
 fn numbers_that_no_device_makes_are_refused() {
-    for qpn in [0_u32, 1 << 24, u32::MAX] {
+    for qpn in [1_u32 << 24, u32::MAX] {
         let read = hello_with(|frame| frame[QPN_AT..QPN_AT + 4].copy_from_slice(&qpn.to_be_bytes()));
         let Err(WireError::Body { reason, .. }) = read else { panic!("QP number {qpn:#x} was taken: {read:?}") };
         assert!(reason.contains(&format!("{qpn:#010x}")), "{reason}");
@@ -94,6 +111,23 @@ fn numbers_that_no_device_makes_are_refused() {
     assert!(matches!(read, Err(WireError::Body { .. })), "a PSN of 25 bits: {read:?}");
     let read = hello_with(|frame| frame[QPN_AT + 3] = 1);
     assert!(read.is_ok(), "QP number 257 is fine, so the offsets above are right: {read:?}");
+}
+
+#[test]
+fn an_offer_names_exactly_one_qp() {
+    let reason = |read: Result<Frame, WireError>| match read {
+        Err(WireError::Body { reason, .. }) => reason,
+        other => panic!("taken: {other:?}"),
+    };
+    let none = hello_with(|frame| frame[QPN_AT..QPN_AT + 8].fill(0));
+    assert!(reason(none).contains("no QP, neither for messaging nor for bulk"));
+    let both = offer_with(golden_bulk_offer(), |frame| frame[QPN_AT + 3] = 0x2f);
+    let both = reason(both);
+    assert!(both.contains("(qp 0x00002f)") && both.contains("(qp 0x000130)"), "{both}");
+    let stray = offer_with(golden_bulk_offer(), |frame| frame[QPN_AT + 7] = 5);
+    assert!(reason(stray).contains("PSN of 0x000005"));
+    let no_bulk = offer_with(golden_bulk_offer(), |frame| frame[QPN_AT + 9..QPN_AT + 13].fill(0));
+    assert!(reason(no_bulk).contains("0x00000000"));
 }
 
 #[test]
@@ -114,7 +148,7 @@ fn each_wrong_frame_is_named() {
     assert_eq!(hello_with(|frame| frame[6] = 1), Err(WireError::Status { kind: "hello", status: 1 }));
     assert_eq!(hello_with(|frame| frame.push(0)), Err(WireError::Trailing { kind: "hello", bytes: 1 }));
     let cut = hello_with(|frame| frame.truncate(frame.len() - 1));
-    assert_eq!(cut, Err(WireError::Cut { kind: "hello", bytes: 175 }));
+    assert_eq!(cut, Err(WireError::Cut { kind: "hello", bytes: 167 }));
     let refusal = Frame::decode(b"vbBS\x01\x05\x00\0\0\0\0\0\0\0\0");
     assert_eq!(refusal, Err(WireError::Status { kind: "refusal", status: 0 }));
     assert!(WireError::Version { theirs: 2 }.to_string().contains("version 2"));
@@ -194,24 +228,23 @@ fn any_port() -> impl Strategy<Value = PortIdentity> {
 fn any_offer() -> impl Strategy<Value = Offer> {
     let names = any::<(u128, u64, u128, u64, u64, u64)>();
     let limits = any::<(u8, u8, u32, u16, u32, u64)>();
-    (names, any_port(), any_endpoint(), prop::option::of(any_endpoint()), limits).prop_map(
-        |(names, port, messaging, bulk, limits)| Offer {
-            from: InstanceId(names.0),
-            from_incarnation: Incarnation(names.1),
-            to: InstanceId(names.2),
-            to_incarnation: Incarnation(names.3),
-            generation: Generation(names.4),
-            echoed_generation: Generation(names.5),
-            port,
-            messaging,
-            bulk,
-            rd_atomic: RdAtomic { initiator: limits.0, responder: limits.1 },
-            slab_bytes: limits.2,
-            window_slabs: limits.3,
-            eager_max_bytes: limits.4,
-            features: limits.5,
-        },
-    )
+    let plane = prop::sample::select(vec![Plane::Messaging, Plane::Bulk]);
+    (names, any_port(), plane, any_endpoint(), limits).prop_map(|(names, port, plane, qp, limits)| Offer {
+        from: InstanceId(names.0),
+        from_incarnation: Incarnation(names.1),
+        to: InstanceId(names.2),
+        to_incarnation: Incarnation(names.3),
+        generation: Generation(names.4),
+        echoed_generation: Generation(names.5),
+        port,
+        plane,
+        qp,
+        rd_atomic: RdAtomic { initiator: limits.0, responder: limits.1 },
+        slab_bytes: limits.2,
+        window_slabs: limits.3,
+        eager_max_bytes: limits.4,
+        features: limits.5,
+    })
 }
 
 fn any_frame() -> impl Strategy<Value = Frame> {
