@@ -7,6 +7,12 @@
 //! Slabs are tokens that cannot be copied: whoever holds one may use that slot of memory, and posting hands the slot
 //! to the device until the token comes back in a [`Wc`]. The memory itself lives as long as the fabric.
 
+pub mod bulk;
+mod window;
+pub(crate) mod window_book;
+
+pub(crate) use self::window::give_up_unless_bound;
+
 use std::{
     fmt,
     future::Future,
@@ -16,6 +22,7 @@ use std::{
     time::Duration,
 };
 
+use bytes::Bytes;
 use verbs_bootstrap::{Mtu, Net, PortIdentity, Psn, QpEndpoint, Qpn, RdAtomic};
 
 /// Most completions that one [`Fabric::poll`] gives.
@@ -168,6 +175,8 @@ pub enum WcStatus {
     LocalProtection,
     /// `WR_FLUSH_ERR`: the QP went to ERR before this WR's turn.
     Flushed,
+    /// `MW_BIND_ERR`: a memory window could not be bound: wrong rights, or one that is bound already.
+    WindowBind,
     /// `REM_INV_REQ_ERR`: the peer's QP does not take this operation.
     RemoteInvalidRequest,
     /// `REM_ACCESS_ERR`: a bad rkey or range.
@@ -189,6 +198,7 @@ impl fmt::Display for WcStatus {
             Self::LocalQpOperation => "LOC_QP_OP_ERR",
             Self::LocalProtection => "LOC_PROT_ERR",
             Self::Flushed => "WR_FLUSH_ERR",
+            Self::WindowBind => "MW_BIND_ERR",
             Self::RemoteInvalidRequest => "REM_INV_REQ_ERR",
             Self::RemoteAccess => "REM_ACCESS_ERR",
             Self::RemoteOperation => "REM_OP_ERR",
@@ -258,6 +268,10 @@ pub struct DeviceLimits {
     /// READs at once.
     pub rd_atomic: RdAtomic,
 }
+
+/// Bytes of a slab unless configured: 8 KiB of payload, the 8 bytes that each SEND begins with, and 120 bytes of user header.
+/// With 8 KiB in all, a payload of just that size, which many applications have, took two SENDs.
+pub const SLAB_BYTES: u32 = 8192 + 128;
 
 /// The slabs of a fabric.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -373,6 +387,19 @@ pub enum ConnectQpError {
         /// The device's errno.
         source: io::Error,
     },
+    /// A bulk QP without READs in one of the directions: both sides must offer at least one.
+    #[error(
+        "{qpn} is to do {initiator} RDMA READs at once and to answer {responder}: each must be at least 1, so raise the \
+         limit of the side that offers 0"
+    )]
+    NoReads {
+        /// Our QP.
+        qpn: Qpn,
+        /// As agreed.
+        initiator: u8,
+        /// As agreed.
+        responder: u8,
+    },
     /// Any other failure.
     #[error("{qpn} did not go to {state}: {source}")]
     Device {
@@ -466,6 +493,21 @@ pub trait Fabric: Send + Sync + Sized + 'static {
     ///
     /// When `offset + len` exceeds the slab, or the slab is another fabric's: a bug of ours.
     fn append_slab(&self, slab: &RecvSlab, offset: usize, len: usize, out: &mut Vec<u8>);
+
+    /// Lends out `len` bytes of a slab, from `offset` on, as they lie there, without a copy where the memory allows it.
+    /// When the last clone of the bytes is dropped, on whatever thread, `home` gets the slab back; it must not block.
+    /// The memory lives as long as the bytes do, also beyond the fabric.
+    ///
+    /// # Panics
+    ///
+    /// As [`Fabric::append_slab`].
+    fn lend_slab(
+        &self,
+        slab: RecvSlab,
+        offset: usize,
+        len: usize,
+        home: impl FnOnce(RecvSlab) + Send + 'static,
+    ) -> Bytes;
 
     /// Posts receives to the SRQ in chains of [`POST_BATCH`]; what was posted leaves `slabs`, front first.
     ///

@@ -14,7 +14,7 @@ use crate::{
     proto::{
         assembly::Incoming,
         credit::WINDOW_MIN,
-        frame::{FrameHeader, FrameKind, HEADER_BYTES, MessageType},
+        frame::{FrameHeader, FrameKind, HEADER_BYTES, Lane, MessageType},
         link::{CONTROL_WRS, Filled, Frame, InFlight, Link, LinkError, LinkLimits, Outbox},
     },
 };
@@ -213,7 +213,7 @@ impl Run {
                 let kind = MessageType::ALL[usize::from(kind % 5)];
                 let (header, payload) = (vec![1; header.into()].into(), vec![2; usize::from(payload % 4096)].into());
                 let on_error = Arc::new(|_: Bytes, _: Bytes, _: SendError| {});
-                self.queue.push_back(Frame { kind, header, payload, on_error });
+                self.queue.push_back(Frame { kind, lane: Lane::Application, header, payload, on_error });
                 self.queued += 1;
             }
             7 | 8 => self.fill(),
@@ -382,27 +382,18 @@ impl Run {
 
 #[cfg(test)]
 mod tests {
-    use std::{fs, path::Path};
+    use verbs_bootstrap::fuzzing::over_corpus;
 
-    fn over_corpus(target: &str, run: fn(&[u8])) {
-        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus").join(target);
-        let mut files = 0;
-        for entry in fs::read_dir(&dir).expect("the corpus is there").flatten() {
-            println!("{}", entry.path().display());
-            run(&fs::read(entry.path()).expect("readable"));
-            files += 1;
-        }
-        assert!(files >= 5, "only {files} files in {}", dir.display());
-    }
+    const CRATE: &str = env!("CARGO_MANIFEST_DIR");
 
     #[test]
     fn corpus_of_headers() {
-        over_corpus("header", super::header);
+        over_corpus(CRATE, "header", 5, super::header);
     }
 
     #[test]
     fn corpus_of_links() {
-        over_corpus("link", super::link);
+        over_corpus(CRATE, "link", 5, super::link);
     }
 
     /// Where no fuzzer runs, chance does.

@@ -91,15 +91,16 @@ pub mod verbs;
 mod worker;
 
 pub use proto::{
-    frame::MessageType,
+    frame::{Lane, MessageType},
     link::{LinkCounts, LinkLimits, SendErrorHandler},
 };
 pub use transport::{BoxFuture, Transport};
 pub use verbs_bootstrap::{Gid, GidType, InstanceId, Mtu, PortIdentity, Secret, TcpConfig, TcpNet, WorkerAddress};
 pub use worker::{
-    Admission, AdmissionError, AdmissionState, Borrowed, Config, ConfigError, ConnectError, DrainFlag, DrainPolicy,
-    EpochEnd, FlowStats, Handler, HealthError, InFlightGuard, Inbound, PeerDescription, Progress, Received,
-    RegisterError, SendError, SendOutcome, StartError, Stats, Stream, Worker, describe_metrics,
+    Admission, AdmissionError, AdmissionState, AttachError, Borrowed, BulkAcceptor, Config, ConfigError, ConnectError,
+    DrainFlag, DrainPolicy, EpochEnd, FEATURE_RMA, FlowStats, Handler, HealthError, InFlightGuard, Inbound,
+    PeerDescription, PeerFacts, PeerObserver, PeerRun, Progress, Received, RegisterError, SendError, SendOutcome,
+    ServiceHandler, StartError, Stats, Stream, WeakWorker, Worker, describe_metrics,
 };
 
 /// The README's example is compiled and run.

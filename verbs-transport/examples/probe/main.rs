@@ -99,6 +99,7 @@ fn device_facts(facts: &mut Facts, fabric: &DeviceFabric<TcpNet>) -> Result<(), 
         facts.add("gids", &index.to_string(), format!("{gid} {gid_type:?}"));
     }
     facts.add("features", "memory_window_types", probe.memory_windows()?.join(", "));
+    facts.add("features", "memory_windows", probe.window_support().to_string());
     match probe.on_demand_paging() {
         Ok(paging) => facts.add("features", "on_demand_paging", paging),
         Err(error) => facts.add("features", "on_demand_paging", format!("unknown: {error}")),

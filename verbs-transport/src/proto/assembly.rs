@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use super::frame::{FrameHeader, Malformed, MessageType};
+use super::frame::{FrameHeader, Lane, Malformed, MessageType};
 
 /// What a received SEND asks of the caller.
 #[derive(Debug, PartialEq, Eq)]
@@ -11,6 +11,8 @@ pub enum Incoming {
     Whole {
         /// Where it goes.
         kind: MessageType,
+        /// Whom it is for.
+        lane: Lane,
         /// Bytes of the user header, at the body's front.
         header_len: usize,
         /// Bytes of header + payload.
@@ -38,6 +40,8 @@ pub enum Incoming {
 pub struct Assembled {
     /// Where it goes.
     pub kind: MessageType,
+    /// Whom it is for.
+    pub lane: Lane,
     /// Bytes of the user header, at the front.
     pub header_len: usize,
     /// Header and payload.
@@ -47,8 +51,8 @@ pub struct Assembled {
 /// The frame under way, if any.
 #[derive(Debug, Default)]
 pub struct Assembly {
-    /// Its type and the length of its user header.
-    head: Option<(MessageType, u32)>,
+    /// Its type, its lane and the length of its user header.
+    head: Option<(MessageType, Lane, u32)>,
     body: Vec<u8>,
 }
 
@@ -59,6 +63,7 @@ impl Assembly {
     /// # Errors
     ///
     /// [`Malformed`].
+    #[inline]
     pub fn accept(
         &mut self,
         kind: MessageType,
@@ -66,6 +71,11 @@ impl Assembly {
         body: u32,
         limit: u32,
     ) -> Result<Incoming, Malformed> {
+        // One SEND, nothing under way.
+        if header.first && header.last && self.takes_whole(header.word, body, limit) {
+            let (header_len, body_len) = (header.word as usize, body as usize);
+            return Ok(Incoming::Whole { kind, lane: header.lane, header_len, body_len });
+        }
         let judged = self.judge(kind, header, body, limit);
         if judged.is_err() {
             self.clear();
@@ -73,6 +83,7 @@ impl Assembly {
         judged
     }
 
+    #[inline]
     fn judge(&mut self, kind: MessageType, header: FrameHeader, body: u32, limit: u32) -> Result<Incoming, Malformed> {
         let so_far = u32::try_from(self.body.len()).unwrap_or(u32::MAX);
         if header.first {
@@ -85,7 +96,11 @@ impl Assembly {
                 return Err(Malformed::HeaderLength { header: header.word, body: longest });
             }
         } else {
-            let expected = if self.head.is_some_and(|(of, _)| of == kind) { so_far } else { u32::MAX };
+            let expected = if self.head.is_some_and(|(of, lane, _)| (of, lane) == (kind, header.lane)) {
+                so_far
+            } else {
+                u32::MAX
+            };
             if header.word != expected || expected == u32::MAX {
                 return Err(Malformed::Sequence { found: header.word, expected });
             }
@@ -94,17 +109,22 @@ impl Assembly {
         if total > limit {
             return Err(Malformed::TooLarge { limit });
         }
-        if header.first && header.last {
-            return Ok(Incoming::Whole { kind, header_len: header.word as usize, body_len: body as usize });
-        }
+        debug_assert!(!(header.first && header.last), "a whole frame was dealt with, or refused above");
         if body == 0 {
             return Err(Malformed::Body { kind: "fragment", body });
         }
-        let (_, header_len) = *self.head.get_or_insert((kind, header.word));
+        let (_, _, header_len) = *self.head.get_or_insert((kind, header.lane, header.word));
         if header.last && header_len > total {
             return Err(Malformed::HeaderLength { header: header_len, body: total });
         }
         Ok(Incoming::Fragment { body_len: body as usize, last: header.last })
+    }
+
+    /// Whether a whole frame with such a user header and body may come now: none is under way, its header lies within it, and
+    /// it is no longer than `limit`.
+    #[inline]
+    pub const fn takes_whole(&self, header_len: u32, body: u32, limit: u32) -> bool {
+        self.head.is_none() && header_len <= body && body <= limit
     }
 
     /// Where a fragment's body is appended.
@@ -114,8 +134,8 @@ impl Assembly {
 
     /// The last fragment is appended: the frame.
     pub fn finish(&mut self) -> Option<Assembled> {
-        let (kind, header_len) = self.head.take()?;
-        Some(Assembled { kind, header_len: header_len as usize, body: std::mem::take(&mut self.body) })
+        let (kind, lane, header_len) = self.head.take()?;
+        Some(Assembled { kind, lane, header_len: header_len as usize, body: std::mem::take(&mut self.body) })
     }
 
     /// Drops the frame under way and its memory.
@@ -136,7 +156,7 @@ mod tests {
 
     fn head(first: bool, last: bool, word: u32) -> FrameHeader {
         let kind = FrameKind::Data(MessageType::Message);
-        FrameHeader { kind, wish: GrantWish::None, first, last, credits: 0, word }
+        FrameHeader { kind, wish: GrantWish::None, first, last, lane: Lane::Application, credits: 0, word }
     }
 
     fn feed(assembly: &mut Assembly, header: FrameHeader, body: &[u8]) -> Result<Incoming, Malformed> {
@@ -159,7 +179,8 @@ mod tests {
             Ok(Incoming::Fragment { body_len: 3, last: false })
         );
         assert_eq!(feed(&mut assembly, head(false, true, 6), b"g"), Ok(Incoming::Fragment { body_len: 1, last: true }));
-        let whole = Assembled { kind: MessageType::Message, header_len: 5, body: b"abcdefg".to_vec() };
+        let whole =
+            Assembled { kind: MessageType::Message, lane: Lane::Application, header_len: 5, body: b"abcdefg".to_vec() };
         assert_eq!(assembly.finish(), Some(whole));
         assert_eq!(assembly.finish(), None);
     }
@@ -199,6 +220,14 @@ mod tests {
         let mut assembly = Assembly::default();
         feed(&mut assembly, head(true, false, 0), b"abc").unwrap();
         let other = assembly.accept(MessageType::Event, head(false, true, 3), 1, LIMIT);
+        assert_eq!(other, Err(Malformed::Sequence { found: 3, expected: u32::MAX }));
+    }
+
+    #[test]
+    fn a_fragment_of_another_lane_is_refused() {
+        let mut assembly = Assembly::default();
+        feed(&mut assembly, head(true, false, 0), b"abc").unwrap();
+        let other = feed(&mut assembly, FrameHeader { lane: Lane::Service, ..head(false, true, 3) }, b"x");
         assert_eq!(other, Err(Malformed::Sequence { found: 3, expected: u32::MAX }));
     }
 }

@@ -1,7 +1,7 @@
 //! Credits of one connection, both directions.
 //!
 //! A credit is the right to post one SEND, backed by one receive slab at the peer. For each direction, at every
-//! instant: unspent + under way + being handled + owed = window.
+//! instant: unspent + under way + being handled + lent + owed = window.
 
 use super::frame::GrantWish;
 
@@ -59,6 +59,12 @@ impl TxCredits {
         free
     }
 
+    /// Whether the peer may give back so many.
+    #[inline]
+    pub const fn may_be_granted(&self, credits: u8) -> bool {
+        self.outstanding >= credits as u16
+    }
+
     /// Credits that can be taken now.
     pub const fn available(&self) -> u16 {
         self.window - self.outstanding
@@ -74,6 +80,7 @@ impl TxCredits {
     /// # Errors
     ///
     /// [`CreditError::ExcessGrant`]: close the connection.
+    #[inline]
     pub fn on_grant(&mut self, credits: u16) -> Result<(), CreditError> {
         self.outstanding = self.outstanding.checked_sub(credits).ok_or(CreditError::ExcessGrant {
             granted: credits,
@@ -96,21 +103,26 @@ impl TxCredits {
     }
 }
 
-/// Credits that the peer has from us. Invariant: `owed + handling <= window`.
+/// Credits that the peer has from us. Invariants: `owed + handling + lent <= window`, `lent <= window / 4`.
 #[derive(Debug)]
 pub struct RxCredits {
     window: u16,
     /// Arrived, slab not posted again yet.
     handling: u16,
+    /// Arrived, slab lent to the application.
+    lent: u16,
     /// Slab posted again, credit not given back yet.
     owed: u16,
     wish: GrantWish,
+    /// Owed credits from which on a pure grant goes: if the peer asked hard, and if not.
+    due: [u16; 2],
 }
 
 impl RxCredits {
     /// A fresh window.
     pub const fn new(window: u16) -> Self {
-        Self { window, handling: 0, owed: 0, wish: GrantWish::None }
+        let due = [Self::pure_grant_min(window), window.div_ceil(2)];
+        Self { window, handling: 0, lent: 0, owed: 0, wish: GrantWish::None, due }
     }
 
     /// A SEND that spends a credit has arrived.
@@ -118,26 +130,59 @@ impl RxCredits {
     /// # Errors
     ///
     /// [`CreditError::Overspent`]: close the connection.
+    #[inline]
     pub fn on_receive(&mut self) -> Result<(), CreditError> {
-        if self.handling + self.owed >= self.window {
+        if !self.has_room() {
             return Err(CreditError::Overspent { window: self.window });
         }
         self.handling += 1;
         Ok(())
     }
 
+    /// Whether the peer may have sent one more.
+    #[inline]
+    pub const fn has_room(&self) -> bool {
+        self.handling + self.lent + self.owed < self.window
+    }
+
+    /// The application keeps the slab of a SEND that has arrived, if the peer can spare one: see
+    /// [`RxCredits::lent_max`].
+    #[must_use]
+    pub fn lend(&mut self) -> bool {
+        let may = self.handling > 0 && self.lent < Self::lent_max(self.window);
+        self.lent += u16::from(may);
+        self.handling -= u16::from(may);
+        may
+    }
+
+    /// The application has given a lent slab back: it is handled like one that has just arrived.
+    pub fn on_returned(&mut self) {
+        debug_assert!(self.lent > 0, "a slab is lent once and returned once");
+        let lent = self.lent.min(1);
+        self.lent -= lent;
+        self.handling += lent;
+    }
+
+    /// Most slabs lent at a time: a quarter of the window. A peer whose window is spent gets the other three quarters
+    /// back, which is enough for a pure grant, so an application that keeps what it has never stops its peer.
+    pub const fn lent_max(window: u16) -> u16 {
+        window / 4
+    }
+
     /// The peer's wish, from the flags of any of its frames. A later, smaller wish does not undo a hard one: only a
     /// grant does.
+    #[inline]
     pub fn on_wish(&mut self, wish: GrantWish) {
         self.wish = self.wish.max(wish);
     }
 
-    /// All slabs that arrived are posted again: their credits are owed.
+    /// All slabs that arrived and are not lent are posted again: their credits are owed.
     pub fn on_reposted(&mut self) {
         self.owed += std::mem::take(&mut self.handling);
     }
 
     /// Takes what is owed, at most 255, for byte 3 of the frame that is about to go.
+    #[inline]
     pub fn take_grant(&mut self) -> u8 {
         let grant = u8::try_from(self.owed).unwrap_or(u8::MAX);
         self.owed -= u16::from(grant);
@@ -155,14 +200,18 @@ impl RxCredits {
     /// Whether a pure grant should go when nothing else does: half the window is owed, or a quarter and the peer asked
     /// hard. A smaller debt starves nobody: the peer still holds the rest of its window.
     pub const fn pure_grant_due(&self) -> bool {
-        let half = self.window.div_ceil(2);
-        let quarter = Self::pure_grant_min(self.window);
-        self.owed >= half || (matches!(self.wish, GrantWish::Hard) && self.owed >= quarter)
+        let [asked_hard, in_any_case] = self.due;
+        self.owed >= asked_hard && (self.owed >= in_any_case || matches!(self.wish, GrantWish::Hard))
     }
 
     /// Credits owed now.
     pub const fn owed(&self) -> u16 {
         self.owed
+    }
+
+    /// Slabs lent to the application now.
+    pub const fn lent(&self) -> u16 {
+        self.lent
     }
 
     /// The window that we granted.
@@ -240,6 +289,8 @@ mod tests {
     enum Op {
         Send,
         Arrive,
+        Lend,
+        Return,
         Repost,
         Pure,
         GrantArrives,
@@ -249,6 +300,8 @@ mod tests {
         prop_oneof![
             4 => Just(Op::Send),
             4 => Just(Op::Arrive),
+            2 => Just(Op::Lend),
+            1 => Just(Op::Return),
             1 => Just(Op::Repost),
             2 => Just(Op::Pure),
             2 => Just(Op::GrantArrives),
@@ -263,6 +316,7 @@ mod tests {
             let mut wire = std::collections::VecDeque::new();
             let mut grants = std::collections::VecDeque::new();
             let mut handling = 0;
+            let mut lent = 0;
             for op in ops {
                 match op {
                     Op::Send => if tx.take() { wire.push_back(tx.wish()); },
@@ -271,16 +325,19 @@ mod tests {
                         rx.on_wish(wish);
                         handling += 1;
                     },
+                    Op::Lend => if rx.lend() { handling -= 1; lent += 1; },
+                    Op::Return => if lent > 0 { rx.on_returned(); handling += 1; lent -= 1; },
                     Op::Repost => { handling = 0; rx.on_reposted(); }
                     Op::Pure => if rx.pure_grant_due() { grants.push_back(rx.take_grant()); },
                     Op::GrantArrives => if let Some(n) = grants.pop_front() { tx.on_grant(u16::from(n)).unwrap(); },
                 }
                 let under_way: u16 = grants.iter().map(|&g| u16::from(g)).sum();
                 let sent = u16::try_from(wire.len()).unwrap();
-                prop_assert_eq!(tx.available() + sent + handling + rx.owed() + under_way, window);
+                prop_assert_eq!(tx.available() + sent + handling + lent + rx.owed() + under_way, window);
+                prop_assert!(rx.lent() == lent && lent <= RxCredits::lent_max(window));
                 prop_assert!(grants.len() <= 4, "{} pure grants under way", grants.len());
             }
-            // Let everything come home: a starved sender is always revived.
+            // Let everything come home but what is lent: a starved sender is always revived.
             for wish in wire { rx.on_receive().unwrap(); rx.on_wish(wish); }
             rx.on_reposted();
             for n in grants { tx.on_grant(u16::from(n)).unwrap(); }

@@ -54,6 +54,44 @@ impl MessageType {
     }
 }
 
+/// Who of the receiving side a data frame is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+#[repr(u8)]
+pub enum Lane {
+    /// The application.
+    #[default]
+    Application = 0,
+    /// The layer above the transport: its requests and replies. Never reaches the application.
+    Service = 1,
+    /// The application, by way of the layer above: the header is the application's, the payload tells where to fetch
+    /// the real one.
+    Indirect = 2,
+}
+
+impl Lane {
+    /// All of them, in wire order.
+    pub const ALL: [Self; 3] = [Self::Application, Self::Service, Self::Indirect];
+
+    /// Name for counters and logs.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Application => "application",
+            Self::Service => "service",
+            Self::Indirect => "indirect",
+        }
+    }
+
+    /// The two bits in place; 3 is no lane.
+    const fn from_flags(flags: u8) -> Option<Self> {
+        match (flags & LANE_MASK) >> LANE_SHIFT {
+            0 => Some(Self::Application),
+            1 => Some(Self::Service),
+            2 => Some(Self::Indirect),
+            _ => None,
+        }
+    }
+}
+
 /// What a SEND is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FrameKind {
@@ -90,14 +128,15 @@ impl FrameKind {
 
 /// How much a sender wants its credits back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Default)]
+#[repr(u8)]
 pub enum GrantWish {
     /// Enough left.
     #[default]
-    None,
+    None = 0,
     /// At most half left: with the next frame, please.
-    Soft,
+    Soft = FLAG_SOFT,
     /// At most a quarter left: now, by a pure grant if need be.
-    Hard,
+    Hard = FLAG_HARD,
 }
 
 /// A decoded fixed header.
@@ -111,6 +150,8 @@ pub struct FrameHeader {
     pub first: bool,
     /// Last SEND of its frame.
     pub last: bool,
+    /// Whom a data frame is for; the same in each SEND of it.
+    pub lane: Lane,
     /// Credits given back.
     pub credits: u8,
     /// Bytes 4-7; see the module's table.
@@ -121,7 +162,9 @@ const FLAG_SOFT: u8 = 1;
 const FLAG_HARD: u8 = 1 << 1;
 const FLAG_FIRST: u8 = 1 << 2;
 const FLAG_LAST: u8 = 1 << 3;
-const FLAGS_KNOWN: u8 = FLAG_SOFT | FLAG_HARD | FLAG_FIRST | FLAG_LAST;
+const LANE_SHIFT: u8 = 4;
+const LANE_MASK: u8 = 0b11 << LANE_SHIFT;
+const FLAGS_KNOWN: u8 = FLAG_SOFT | FLAG_HARD | FLAG_FIRST | FLAG_LAST | LANE_MASK;
 
 /// Why a SEND from a peer is no frame. Counted; its slab and credit go back all the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -145,7 +188,7 @@ pub enum Malformed {
         /// What came.
         found: u8,
     },
-    /// Reserved flag bits set, or both or wrong ones.
+    /// Reserved flag bits set, both or wrong ones, or a lane that does not exist.
     #[error("flags {found:#010b} are not allowed for frame type {kind}")]
     Flags {
         /// What came.
@@ -203,18 +246,16 @@ pub enum Malformed {
 
 impl FrameHeader {
     /// The 8 bytes.
+    #[inline]
     pub const fn encode(self) -> [u8; HEADER_BYTES] {
-        let mut flags = match self.wish {
-            GrantWish::None => 0,
-            GrantWish::Soft => FLAG_SOFT,
-            GrantWish::Hard => FLAG_HARD,
-        };
+        let mut flags = self.wish as u8;
         if self.first {
             flags |= FLAG_FIRST;
         }
         if self.last {
             flags |= FLAG_LAST;
         }
+        flags |= (self.lane as u8) << LANE_SHIFT;
         let [a, b, c, d] = self.word.to_be_bytes();
         [MAGIC_V1, self.kind.to_wire(), flags, self.credits, a, b, c, d]
     }
@@ -225,11 +266,25 @@ impl FrameHeader {
         matches!(error, Malformed::Flags { kind: 5..=7, .. })
     }
 
+    /// Reads the 8 bytes if they are of a whole frame for the application, as nearly all are; `None` says nothing.
+    #[inline]
+    pub fn decode_whole(bytes: [u8; HEADER_BYTES]) -> Option<(MessageType, Self)> {
+        let [magic, raw_kind, flags, credits, word @ ..] = bytes;
+        let kind = *MessageType::ALL.get(usize::from(raw_kind))?;
+        let wish = *[GrantWish::None, GrantWish::Soft, GrantWish::Hard]
+            .get(usize::from(flags.checked_sub(FLAG_FIRST | FLAG_LAST)?))?;
+        let word = u32::from_be_bytes(word);
+        let (first, last, lane) = (true, true, Lane::Application);
+        let header = Self { kind: FrameKind::Data(kind), wish, first, last, lane, credits, word };
+        (magic == MAGIC_V1).then_some((kind, header))
+    }
+
     /// Reads the 8 bytes. What they say about the body is checked by the link.
     ///
     /// # Errors
     ///
     /// [`Malformed::Magic`], [`Malformed::Type`], [`Malformed::Flags`].
+    #[inline]
     pub fn decode(bytes: [u8; HEADER_BYTES]) -> Result<Self, Malformed> {
         let [magic, raw_kind, flags, credits, word @ ..] = bytes;
         if magic != MAGIC_V1 {
@@ -245,10 +300,11 @@ impl FrameHeader {
             _ => return Err(Malformed::Flags { found: flags, kind: raw_kind }),
         };
         let is_data = matches!(kind, FrameKind::Data(_));
-        if flags & !FLAGS_KNOWN != 0 || (!is_data && (first || last)) {
+        let lane = Lane::from_flags(flags).filter(|lane| is_data || *lane == Lane::Application);
+        let (Some(lane), true) = (lane, flags & !FLAGS_KNOWN == 0 && (is_data || !(first || last))) else {
             return Err(Malformed::Flags { found: flags, kind: raw_kind });
-        }
-        Ok(Self { kind, wish, first, last, credits, word: u32::from_be_bytes(word) })
+        };
+        Ok(Self { kind, wish, first, last, lane, credits, word: u32::from_be_bytes(word) })
     }
 }
 
@@ -265,8 +321,8 @@ mod tests {
     use super::*;
 
     fn any_header() -> impl Strategy<Value = FrameHeader> {
-        (0u8..8, 0u8..3, any::<bool>(), any::<bool>(), any::<u8>(), any::<u32>()).prop_map(
-            |(kind, wish, first, last, credits, word)| {
+        (0u8..8, 0u8..3, any::<bool>(), any::<bool>(), 0usize..3, any::<u8>(), any::<u32>()).prop_map(
+            |(kind, wish, first, last, lane, credits, word)| {
                 let kind = FrameKind::from_wire(kind).unwrap();
                 let data = matches!(kind, FrameKind::Data(_));
                 FrameHeader {
@@ -274,6 +330,7 @@ mod tests {
                     wish: [GrantWish::None, GrantWish::Soft, GrantWish::Hard][usize::from(wish)],
                     first: first && data,
                     last: last && data,
+                    lane: if data { Lane::ALL[lane] } else { Lane::Application },
                     credits,
                     word,
                 }
@@ -285,6 +342,17 @@ mod tests {
         #[test]
         fn every_header_survives_the_wire(header in any_header()) {
             prop_assert_eq!(FrameHeader::decode(header.encode()), Ok(header));
+        }
+
+        /// The short cut agrees with the long way. Most random bytes are of no frame, so these are nearly of one.
+        #[test]
+        fn whole_frames_decode_alike(mut bytes in any::<[u8; 8]>(), magic in 0..4u8, kind in 0..7u8, flags in 0..64u8) {
+            bytes[..3].copy_from_slice(&[MAGIC_V1 + u8::from(magic == 0), kind, flags]);
+            let long = FrameHeader::decode(bytes).ok();
+            let is_whole = |header: &FrameHeader| header.first && header.last && header.lane == Lane::Application;
+            let short = FrameHeader::decode_whole(bytes);
+            prop_assert_eq!(short.map(|(_, header)| header), long.filter(is_whole));
+            prop_assert!(short.is_none_or(|(kind, header)| header.kind == FrameKind::Data(kind)));
         }
 
         /// Whatever decodes encodes to the same bytes: there is one form of each header.
@@ -304,6 +372,7 @@ mod tests {
             wish: GrantWish::Hard,
             first: true,
             last: true,
+            lane: Lane::Application,
             credits: 17,
             word: 0x0102_0304,
         };
@@ -313,6 +382,7 @@ mod tests {
             wish: GrantWish::None,
             first: false,
             last: false,
+            lane: Lane::Application,
             credits: 255,
             word: 0,
         };
@@ -327,9 +397,11 @@ mod tests {
             wish: GrantWish::None,
             first,
             last,
+            lane: Lane::Application,
             credits: 0,
             word,
         };
+        let laned = |lane, word| FrameHeader { lane, ..data(true, true, word) };
         let control = |kind, credits| FrameHeader { kind, credits, ..data(false, false, 7) };
         let golden = [
             (data(true, true, 2), [0xB1, 0, 0x0C, 0, 0, 0, 0, 2]),
@@ -339,6 +411,8 @@ mod tests {
             (data(true, false, 5), [0xB1, 0, 4, 0, 0, 0, 0, 5]),
             (data(false, false, 8184), [0xB1, 0, 0, 0, 0, 0, 0x1F, 0xF8]),
             (data(false, true, 16_368), [0xB1, 0, 8, 0, 0, 0, 0x3F, 0xF0]),
+            (laned(Lane::Service, 0), [0xB1, 0, 0x1C, 0, 0, 0, 0, 0]),
+            (laned(Lane::Indirect, 2), [0xB1, 0, 0x2C, 0, 0, 0, 0, 2]),
         ];
         for (header, bytes) in golden {
             assert_eq!(header.encode(), bytes);
@@ -353,12 +427,15 @@ mod tests {
         for kind in 8..=255 {
             assert_eq!(FrameHeader::decode([0xB1, kind, 0, 0, 0, 0, 0, 0]), Err(Malformed::Type { found: kind }));
         }
-        for flags in [0b11, 0b1_0000, 0b1000_0000] {
+        for flags in [0b11, 0b11_0000, 0b11_1100, 0b100_0000, 0b1000_0000] {
             assert_eq!(
                 FrameHeader::decode([0xB1, 0, flags, 0, 0, 0, 0, 0]),
                 Err(Malformed::Flags { found: flags, kind: 0 })
             );
         }
-        assert_eq!(FrameHeader::decode([0xB1, 5, 0b100, 0, 0, 0, 0, 0]), Err(Malformed::Flags { found: 4, kind: 5 }));
+        for flags in [0b100, 0b1_0000, 0b10_0000] {
+            let error = Err(Malformed::Flags { found: flags, kind: 5 });
+            assert_eq!(FrameHeader::decode([0xB1, 5, flags, 0, 0, 0, 0, 0]), error, "a control frame has no lane");
+        }
     }
 }

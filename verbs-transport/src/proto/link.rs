@@ -15,8 +15,8 @@ use bytes::Bytes;
 use super::{
     assembly::{Assembled, Assembly, Incoming},
     credit::{CreditError, RxCredits, TxCredits},
-    frame::{FrameHeader, FrameKind, HEADER_BYTES, HEADER_BYTES_U32, Malformed, MessageType},
-    send_queue::{Ended, SendQueue},
+    frame::{FrameHeader, FrameKind, HEADER_BYTES, HEADER_BYTES_U32, Lane, Malformed, MessageType},
+    send_queue::{Ended, Posting, SendQueue},
 };
 use crate::fabric::{SendSlab, WrSeq};
 
@@ -46,6 +46,8 @@ impl<F: Fn(Bytes, Bytes, crate::SendError) + Send + Sync> SendErrorHandler for F
 pub struct Frame {
     /// Where it shall arrive.
     pub kind: MessageType,
+    /// Whom it is for there.
+    pub lane: Lane,
     /// The user's header.
     pub header: Bytes,
     /// The user's payload.
@@ -394,7 +396,39 @@ impl Link {
         }
     }
 
+    /// Whether a frame of `body` bytes that finds nothing waiting may go as one inline SEND this moment: what
+    /// [`Link::fill`] would do with it, without the detour.
+    #[inline]
+    pub fn may_send_now(&self, body: usize) -> bool {
+        self.proven
+            && !self.ended
+            && HEADER_BYTES + body <= self.limits.inline_bytes.min(self.limits.send_bytes) as usize
+            && self.sends.free() > CONTROL_WRS + MARKER_WRS
+            && self.tx.available() > 0
+            && self.stalled.is_none()
+            && self.next_control().is_none()
+    }
+
+    /// The fixed header of a frame of which [`Link::may_send_now`] was true, with header and payload behind it to be posted
+    /// as [`Link::sent_now`] says.
+    #[inline]
+    pub fn head_now(&mut self, frame: &Frame) -> [u8; HEADER_BYTES] {
+        debug_assert!(self.cursor == 0 && !self.held, "nothing is under way");
+        let spent = self.tx.take();
+        debug_assert!(spent, "a credit was there");
+        self.counts.sends_inline += 1;
+        let word = u32::try_from(frame.header.len()).unwrap_or(u32::MAX);
+        self.header(FrameKind::Data(frame.kind), (true, true, frame.lane), word)
+    }
+
+    /// The frame is in flight: post it now.
+    #[inline]
+    pub fn sent_now(&mut self, frame: Frame) -> Posting {
+        self.sends.push(InFlight { slab: None, frame: Some(frame) }, false)
+    }
+
     /// Room for one SEND of `bytes`: inline (`None`) or in a slab.
+    #[inline]
     fn place(&self, bytes: usize, out: &mut impl Outbox) -> Result<Option<SendSlab>, Filled> {
         if !out.has_room() {
             return Err(Filled::BatchFull);
@@ -406,6 +440,7 @@ impl Link {
     }
 
     /// One data SEND of `body` bytes from the queue's first frame. Room, WR, credit and slab are there.
+    #[inline]
     fn fill_data(&mut self, queue: &mut VecDeque<Frame>, body: usize, slab: Option<SendSlab>, out: &mut impl Outbox) {
         let Some(frame) = queue.front() else { return };
         let (from, to) = (self.cursor, self.cursor + body);
@@ -414,7 +449,7 @@ impl Link {
         debug_assert!(spent, "a credit was there");
         let word = if first { frame.header.len() } else { from };
         let word = u32::try_from(word).unwrap_or(u32::MAX);
-        let head = self.header(FrameKind::Data(frame.kind), first, last, word);
+        let head = self.header(FrameKind::Data(frame.kind), (first, last, frame.lane), word);
         // The body is the window [from, to) over header ++ payload.
         let split = frame.header.len();
         let header = &frame.header[from.min(split)..to.min(split)];
@@ -439,17 +474,27 @@ impl Link {
         self.sends.push(InFlight { slab, frame }, force_signal);
     }
 
+    /// Whether [`Link::fill`] would post something without any frame.
+    pub fn has_control_due(&self) -> bool {
+        !self.ended && !self.held && self.next_control().is_some()
+    }
+
+    #[inline]
+    fn next_control(&self) -> Option<FrameKind> {
+        if self.pong_due.is_some() {
+            Some(FrameKind::Pong)
+        } else if self.ping_due {
+            Some(FrameKind::Ping)
+        } else if self.proven && !self.withhold && self.rx.pure_grant_due() {
+            Some(FrameKind::PureGrant)
+        } else {
+            None
+        }
+    }
+
     fn fill_control(&mut self, now: &impl Fn() -> Instant, out: &mut impl Outbox) -> Result<(), Filled> {
         loop {
-            let kind = if self.pong_due.is_some() {
-                FrameKind::Pong
-            } else if self.ping_due {
-                FrameKind::Ping
-            } else if self.proven && !self.withhold && self.rx.pure_grant_due() {
-                FrameKind::PureGrant
-            } else {
-                return Ok(());
-            };
+            let Some(kind) = self.next_control() else { return Ok(()) };
             if self.sends.free() <= MARKER_WRS {
                 return Err(Filled::NoWr);
             }
@@ -469,7 +514,7 @@ impl Link {
                     0
                 }
             };
-            let head = self.header(kind, false, false, word);
+            let head = self.header(kind, (false, false, Lane::Application), word);
             // A PING is signaled: it is also what covers a bare tail. So is a PONG, or it would be a bare tail itself,
             // which a PING covers, which a PONG answers, without end. So is whatever takes a scarce slab: were the last
             // ones held by unsignaled grants, no PING could go out to bring them home.
@@ -490,9 +535,10 @@ impl Link {
         }
     }
 
-    fn header(&mut self, kind: FrameKind, first: bool, last: bool, word: u32) -> [u8; HEADER_BYTES] {
+    #[inline]
+    fn header(&mut self, kind: FrameKind, (first, last, lane): (bool, bool, Lane), word: u32) -> [u8; HEADER_BYTES] {
         let credits = if self.withhold { 0 } else { self.rx.take_grant() };
-        FrameHeader { kind, wish: self.tx.wish(), first, last, credits, word }.encode()
+        FrameHeader { kind, wish: self.tx.wish(), first, last, lane, credits, word }.encode()
     }
 
     /// A SEND of `bytes` bytes has arrived that starts with `head` (zeros beyond its end).
@@ -500,7 +546,36 @@ impl Link {
     /// # Errors
     ///
     /// [`LinkError`]: the peer broke the protocol. The slab goes back in any case; a data frame's credit too.
+    #[inline]
     pub fn on_receive(&mut self, head: [u8; HEADER_BYTES], bytes: u32) -> Result<Incoming, LinkError> {
+        match self.on_whole(head, bytes) {
+            Some(whole) => Ok(whole),
+            None => self.on_any(head, bytes),
+        }
+    }
+
+    /// What nearly every SEND is: a whole frame for the application, while none is under way, with credits that add up.
+    /// Of any other nothing is changed and nothing said.
+    #[inline]
+    fn on_whole(&mut self, head: [u8; HEADER_BYTES], bytes: u32) -> Option<Incoming> {
+        let body = bytes.checked_sub(HEADER_BYTES_U32)?;
+        let (kind, FrameHeader { wish, lane, credits, word, .. }) = FrameHeader::decode_whole(head)?;
+        let fits = self.assembly.takes_whole(word, body, self.limits.receive_max_bytes);
+        if !fits || !self.rx.has_room() || !self.tx.may_be_granted(credits) {
+            return None;
+        }
+        self.held = false;
+        self.counts.received += 1;
+        self.proven |= self.proof_by_receive;
+        self.counts.credits_received += u64::from(credits);
+        self.rx.on_wish(wish);
+        let count = self.rx.on_receive().and(self.tx.on_grant(u16::from(credits)));
+        debug_assert!(count.is_ok(), "checked above");
+        Some(Incoming::Whole { kind, lane, header_len: word as usize, body_len: body as usize })
+    }
+
+    /// Any SEND.
+    pub(super) fn on_any(&mut self, head: [u8; HEADER_BYTES], bytes: u32) -> Result<Incoming, LinkError> {
         self.held = false;
         self.counts.received += 1;
         self.proven |= self.proof_by_receive;
@@ -561,12 +636,14 @@ impl Link {
         Ok(Incoming::Control)
     }
 
+    #[inline]
     fn on_credits(&mut self, header: FrameHeader) -> Result<(), CreditError> {
         self.rx.on_wish(header.wish);
         self.counts.credits_received += u64::from(header.credits);
         self.tx.on_grant(u16::from(header.credits))
     }
 
+    #[cold]
     fn malformed(&mut self, malformed: Malformed) -> LinkError {
         self.counts.malformed += 1;
         // Of a connection that has ended, what is still in the CQ is read on: there may be many.
@@ -588,7 +665,19 @@ impl Link {
         self.assembly.finish()
     }
 
-    /// Every receive that this peer's frames have taken so far is posted again.
+    /// Whether the application may keep the slab of the SEND that has just arrived; if so, its credit is owed only after
+    /// [`Link::on_returned`].
+    #[must_use]
+    pub fn lend(&mut self) -> bool {
+        self.rx.lend()
+    }
+
+    /// A slab that was lent is back.
+    pub fn on_returned(&mut self) {
+        self.rx.on_returned();
+    }
+
+    /// Every receive that this peer's frames have taken so far is posted again, but for what is lent.
     pub fn on_reposted(&mut self) {
         self.rx.on_reposted();
     }

@@ -46,13 +46,16 @@ impl<T> SendQueue<T> {
     }
 
     /// WRs that may be posted now.
+    #[inline]
     pub fn free(&self) -> u32 {
         self.capacity - self.len()
     }
 
     /// WRs in flight.
+    #[inline]
+    #[expect(clippy::cast_possible_truncation, reason = "at most the capacity, which is a u32")]
     pub fn len(&self) -> u32 {
-        u32::try_from(self.in_flight.len()).unwrap_or(u32::MAX)
+        self.in_flight.len() as u32
     }
 
     /// Whether nothing is in flight.
@@ -61,6 +64,7 @@ impl<T> SendQueue<T> {
     }
 
     /// Whether [`SendQueue::push`] would ask for a completion.
+    #[inline]
     pub fn will_signal(&self, force: bool) -> bool {
         force || self.unsignaled + 1 >= self.signal_every
     }
@@ -70,6 +74,7 @@ impl<T> SendQueue<T> {
     /// # Panics
     ///
     /// When the queue is full: ask [`SendQueue::free`] first.
+    #[inline]
     pub fn push(&mut self, op: T, force_signal: bool) -> Posting {
         assert!(self.free() > 0, "a WR beyond the send queue's {} slots", self.capacity);
         let seq = WrSeq(self.head + u64::from(self.len()));
@@ -141,6 +146,7 @@ impl<T> SendQueue<T> {
     }
 
     /// Position that the next WR will get.
+    #[inline]
     pub fn next_seq(&self) -> WrSeq {
         WrSeq(self.head + u64::from(self.len()))
     }

@@ -5,7 +5,7 @@ use std::{ops::RangeInclusive, time::Duration};
 use verbs_bootstrap::{Gid, GidType, Mtu, RdAtomic};
 
 use super::fault::Faults;
-use crate::fabric::SlabSizes;
+use crate::fabric::{SLAB_BYTES, SlabSizes, bulk::WindowPolicy};
 
 /// Settings of a [`SimWorld`](super::SimWorld).
 #[derive(Clone, Debug)]
@@ -18,7 +18,9 @@ pub struct SimConfig {
     /// kept. Default 0: a message is in the peer's slab when the post returns, and no timer is involved.
     /// tokio's timers tick in milliseconds, so in fake time news arrives at the next full millisecond.
     pub latency: RangeInclusive<Duration>,
-    /// The same for the bootstrap's network. Default 0.
+    /// Bytes of READs and WRITEs that each bulk QP moves in a second. Default 0: any number at once.
+    pub bulk_bytes_per_second: u64,
+    /// Time of one way in the bootstrap's network, as `latency`. Default 0.
     pub net_latency: RangeInclusive<Duration>,
 }
 
@@ -28,6 +30,7 @@ impl Default for SimConfig {
             seed: 0,
             faults: Faults::none(),
             latency: Duration::ZERO..=Duration::ZERO,
+            bulk_bytes_per_second: 0,
             net_latency: Duration::ZERO..=Duration::ZERO,
         }
     }
@@ -43,7 +46,7 @@ impl SimConfig {
 /// Settings of one simulated device and its fabric. The defaults are those of Soft-RoCE where it has any.
 #[derive(Clone, Copy, Debug)]
 pub struct HostConfig {
-    /// The slabs. Default: 512 receives and 128 sends of 8 KiB (5 MiB; a device's default is larger).
+    /// The slabs. Default: 512 receives and 128 sends of [`SLAB_BYTES`] (5 MiB; a device's default is larger).
     pub slabs: SlabSizes,
     /// Completions that the CQ holds; one more breaks it. Default 8,191.
     pub cq_depth: u32,
@@ -57,12 +60,21 @@ pub struct HostConfig {
     pub gid_type: GidType,
     /// Most QPs. Default 4,096.
     pub max_qps: u32,
+    /// Most regions. Default 65,536.
+    pub max_regions: u32,
+    /// Most memory windows; 0: a device without. Default 65,536.
+    pub max_windows: u32,
+    /// Whether bulk ports use memory windows. Default: they do, for their bounds are enforced here.
+    pub windows: WindowPolicy,
     /// Most WRs in a send queue. Default 16,384.
     pub qp_wrs: u32,
     /// READs at once. Default 16 both ways.
     pub rd_atomic: RdAtomic,
     /// The port's longest message. Default 8 MiB, as Soft-RoCE says.
     pub message_bytes: u64,
+    /// Bytes of READs and WRITEs that each bulk QP of this device moves in a second, if it is not to be
+    /// [`SimConfig::bulk_bytes_per_second`]. Default 0: it is.
+    pub bulk_bytes_per_second: u64,
     /// Whether a QP's fall to ERR raises `QpFatal` and `QpLastWqe`, as on a NIC. Default no, as on Soft-RoCE.
     pub affiliated_events: bool,
 }
@@ -70,16 +82,20 @@ pub struct HostConfig {
 impl Default for HostConfig {
     fn default() -> Self {
         Self {
-            slabs: SlabSizes { receive_slabs: 512, receive_bytes: 8192, send_slabs: 128, send_bytes: 8192 },
+            slabs: SlabSizes { receive_slabs: 512, receive_bytes: SLAB_BYTES, send_slabs: 128, send_bytes: SLAB_BYTES },
             cq_depth: 8191,
             inline_max_bytes: 512,
             mtu: Mtu::B4096,
             gid: None,
             gid_type: GidType::RoceV2,
             max_qps: 4096,
+            max_regions: 65_536,
+            max_windows: 65_536,
+            windows: WindowPolicy::Auto,
             qp_wrs: 16_384,
             rd_atomic: RdAtomic { initiator: 16, responder: 16 },
             message_bytes: 8 << 20,
+            bulk_bytes_per_second: 0,
             affiliated_events: false,
         }
     }

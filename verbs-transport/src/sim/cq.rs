@@ -34,9 +34,10 @@ pub(super) enum Pushed {
     Overrun,
 }
 
+/// Holds entries of type `E`: messages' or bulk's.
 #[derive(Debug)]
-pub(super) struct Cq {
-    entries: VecDeque<Cqe>,
+pub(super) struct Cq<E = Cqe> {
+    entries: VecDeque<E>,
     depth: usize,
     armed: bool,
     /// Events in the channel.
@@ -45,7 +46,7 @@ pub(super) struct Cq {
     wakers: Vec<Waker>,
 }
 
-impl Cq {
+impl<E> Cq<E> {
     pub(super) fn new(depth: u32) -> Self {
         Self {
             entries: VecDeque::new(),
@@ -57,7 +58,7 @@ impl Cq {
         }
     }
 
-    pub(super) fn push(&mut self, cqe: Cqe) -> Pushed {
+    pub(super) fn push(&mut self, cqe: E) -> Pushed {
         if self.entries.len() >= self.depth {
             self.broken = true;
             return Pushed::Overrun;
@@ -71,7 +72,7 @@ impl Cq {
         Pushed::Woke
     }
 
-    pub(super) fn pop(&mut self) -> Option<Cqe> {
+    pub(super) fn pop(&mut self) -> Option<E> {
         self.entries.pop_front()
     }
 

@@ -6,6 +6,7 @@ use std::{
     task::{Context, Poll},
 };
 
+use bytes::Bytes;
 use verbs_bootstrap::{PortIdentity, Qpn};
 
 use super::{
@@ -19,7 +20,7 @@ use super::{
 };
 use crate::fabric::{
     AsyncEvent, ConnectQpError, CreateQpError, DeviceLimits, Fabric, FabricError, FabricQp, HwCounters, PostError,
-    QpCaps, QpPath, RecvSlab, SendSlab, SendWr, SlabSizes, Wc,
+    QpCaps, QpPath, RecvSlab, SendSlab, SendWr, SlabSizes, Wc, bulk::WindowSupport,
 };
 
 /// One simulated host's device: [`SimWorld::host`](super::SimWorld::host) makes it. Its device closes when it and all
@@ -41,10 +42,12 @@ pub struct SimQp {
 
 /// An opened device; closes on drop.
 #[derive(Debug)]
-struct Device {
-    world: Arc<Shared>,
-    host: HostKey,
-    limits: DeviceLimits,
+pub(super) struct Device {
+    pub(super) world: Arc<Shared>,
+    pub(super) host: HostKey,
+    pub(super) limits: DeviceLimits,
+    pub(super) max_regions: u32,
+    pub(super) windows: WindowSupport,
     slabs: SlabSizes,
     port: PortIdentity,
 }
@@ -61,8 +64,20 @@ impl SimFabric {
             rd_atomic: config.rd_atomic,
         };
         let port = world.with(|hca| hca.host(host).port);
-        let device = Device { world: Arc::clone(&world), host, limits, slabs: config.slabs, port };
+        let device = Device {
+            world: Arc::clone(&world),
+            host,
+            limits,
+            max_regions: config.max_regions,
+            windows: WindowSupport::judge(config.windows, true, config.max_windows, true),
+            slabs: config.slabs,
+            port,
+        };
         Self { device: Arc::new(device), net: SimNet::new(world, addr) }
+    }
+
+    pub(super) fn device(&self) -> &Arc<Device> {
+        &self.device
     }
 
     /// What is where on this host.
@@ -74,10 +89,45 @@ impl SimFabric {
 
 impl Drop for Device {
     fn drop(&mut self) {
-        self.world.touch(|hca| hca.host_mut(self.host).end(HostLife::Closed));
+        let wakers = self.world.touch(|hca| {
+            let host = hca.host_mut(self.host);
+            host.end(HostLife::Closed);
+            host.take_wakers()
+        });
+        drop(wakers);
     }
 }
 
+/// A slab in the application's hands: a copy, since the simulated memory is behind a lock, that is held against the
+/// slab's bytes at the end: nothing may have been received into it meanwhile.
+struct Lent<H: FnOnce(RecvSlab)> {
+    device: Arc<Device>,
+    bytes: Vec<u8>,
+    offset: usize,
+    slab: Option<(RecvSlab, H)>,
+}
+
+impl<H: FnOnce(RecvSlab)> AsRef<[u8]> for Lent<H> {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+impl<H: FnOnce(RecvSlab)> Drop for Lent<H> {
+    fn drop(&mut self) {
+        let Some((slab, home)) = self.slab.take() else { return };
+        let slot = slot(slab.index(), self.device.slabs.receive_bytes, self.offset, self.bytes.len());
+        self.device.world.touch(|hca| {
+            let host = hca.host(self.device.host);
+            host.srq.assert_with_caller(slab.index());
+            let same = host.life != HostLife::Open || host.receive_memory[slot] == self.bytes[..];
+            assert!(same, "sim: receive slab {} was written to while it was lent", slab.index());
+        });
+        home(slab);
+    }
+}
+
+// What is called for a message is not inlined: a count of the transport's instructions must be able to leave it out.
 impl Fabric for SimFabric {
     type Qp = SimQp;
     type Net = SimNet;
@@ -115,6 +165,7 @@ impl Fabric for SimFabric {
         ((0..slabs.receive_slabs).map(RecvSlab::mint).collect(), (0..slabs.send_slabs).map(SendSlab::mint).collect())
     }
 
+    #[inline(never)]
     fn write_slab(&self, slab: &mut SendSlab, offset: usize, bytes: &[u8]) {
         let slot = slot(slab.index(), self.device.slabs.send_bytes, offset, bytes.len());
         self.device.world.touch(|hca| {
@@ -127,6 +178,7 @@ impl Fabric for SimFabric {
         });
     }
 
+    #[inline(never)]
     fn read_slab(&self, slab: &RecvSlab, offset: usize, out: &mut [u8]) {
         let slot = slot(slab.index(), self.device.slabs.receive_bytes, offset, out.len());
         self.device.world.touch(|hca| {
@@ -138,6 +190,7 @@ impl Fabric for SimFabric {
         });
     }
 
+    #[inline(never)]
     fn append_slab(&self, slab: &RecvSlab, offset: usize, len: usize, out: &mut Vec<u8>) {
         let slot = slot(slab.index(), self.device.slabs.receive_bytes, offset, len);
         self.device.world.touch(|hca| {
@@ -151,6 +204,20 @@ impl Fabric for SimFabric {
         });
     }
 
+    fn lend_slab(
+        &self,
+        slab: RecvSlab,
+        offset: usize,
+        len: usize,
+        home: impl FnOnce(RecvSlab) + Send + 'static,
+    ) -> Bytes {
+        let mut bytes = Vec::with_capacity(len);
+        self.append_slab(&slab, offset, len, &mut bytes);
+        let device = Arc::clone(&self.device);
+        Bytes::from_owner(Lent { device, bytes, offset, slab: Some((slab, home)) })
+    }
+
+    #[inline(never)]
     fn post_receives(&self, slabs: &mut Vec<RecvSlab>) -> Result<(), PostError> {
         self.device.world.with(|hca| {
             let refused = |lost: FabricError| PostError { posted: 0, asked: slabs.len(), source: lost.source };
@@ -174,14 +241,17 @@ impl Fabric for SimFabric {
         Ok(SimQp { device: Arc::clone(&self.device), key, qpn, caps })
     }
 
+    #[inline(never)]
     fn poll(&self, into: &mut Vec<Wc>) -> Result<usize, FabricError> {
         self.device.world.with(|hca| hca.poll(self.device.host, into))
     }
 
+    #[inline(never)]
     fn arm(&self) -> Result<(), FabricError> {
         self.device.world.with(|hca| hca.arm(self.device.host))
     }
 
+    #[inline(never)]
     fn poll_wake(&self, cx: &mut Context<'_>) -> Poll<Result<(), FabricError>> {
         self.device.world.with(|hca| {
             hca.alive(self.device.host, "waiting for completions")?;
@@ -194,6 +264,7 @@ impl Fabric for SimFabric {
         })
     }
 
+    #[inline(never)]
     fn poll_async_event(&self, cx: &mut Context<'_>) -> Poll<Result<AsyncEvent, FabricError>> {
         let event = self.device.world.with(|hca| hca.next_async_event(self.device.host, cx.waker()));
         event.map_or(Poll::Pending, |event| Poll::Ready(Ok(event)))
@@ -218,6 +289,7 @@ impl FabricQp for SimQp {
         qp.device.world.with(|hca| hca.connected(qp.key, &path))
     }
 
+    #[inline(never)]
     fn post(&self, wrs: &[SendWr<'_>]) -> Result<(), PostError> {
         self.device.world.with(|hca| hca.post(self.key, wrs))
     }

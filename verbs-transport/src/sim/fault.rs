@@ -34,6 +34,10 @@ pub struct Faults {
     pub lost_flush: f64,
     /// `create_qp` is out of memory: chance for each call.
     pub create_qp_exhausted: f64,
+    /// A registration or a window is refused for want of memory: chance for each call.
+    pub register_refused: f64,
+    /// A memory window is not bound, and its QP falls to ERR: chance for each bind.
+    pub bind_fails: f64,
     /// `connect` finds no route (after a second, as in the kernel): chance for each call.
     pub connect_no_route: f64,
     /// `connect` is slow: chance for each call.
@@ -92,6 +96,8 @@ impl Faults {
             half_received_for: NONE,
             lost_flush: 0.0,
             create_qp_exhausted: 0.0,
+            register_refused: 0.0,
+            bind_fails: 0.0,
             connect_no_route: 0.0,
             connect_slow: 0.0,
             connect_slow_by: NONE,
@@ -136,6 +142,8 @@ impl Faults {
             qp_error: 0.001,
             lost_flush: 0.05,
             create_qp_exhausted: 0.05,
+            register_refused: 0.02,
+            bind_fails: 0.01,
             connect_no_route: 0.05,
             post_refused: 0.0005,
             port_down_hangs: 0.35,

@@ -15,6 +15,7 @@ use std::{
 use verbs_bootstrap::{Mtu, Qpn};
 
 use super::{
+    bulk::{Bulk, BulkHappening, BulkKey},
     config::SimConfig,
     fault::{Dice, Faults},
     host::Host,
@@ -44,6 +45,8 @@ pub(super) enum Happening {
     GiveUp(QpKey),
     /// The channel wakes for nothing.
     SpuriousWake(HostKey),
+    /// Something of a bulk QP.
+    Bulk(BulkKey, BulkHappening),
 }
 
 #[derive(Debug, PartialEq, Eq)]
@@ -87,6 +90,9 @@ pub(super) struct Hca {
     /// Everything that happened, as one number.
     trace: u64,
     pub(super) fault_counts: FaultCounts,
+    pub(super) bulk: Bulk,
+    /// 0: bulk bytes take no time.
+    pub(super) bulk_bytes_per_second: u64,
 }
 
 /// The bytes of a [`Gid`], which have an order.
@@ -111,6 +117,8 @@ impl Hca {
             buffers: Vec::new(),
             trace: 0,
             fault_counts: FaultCounts::default(),
+            bulk: Bulk::default(),
+            bulk_bytes_per_second: config.bulk_bytes_per_second,
         }
     }
 
@@ -164,14 +172,14 @@ impl Hca {
     }
 
     /// The next free number of that device: not used again before all others have been.
-    fn new_number(&mut self, gid: GidBytes) -> Qpn {
+    pub(super) fn new_number(&mut self, gid: GidBytes) -> Qpn {
         // Devices start apart, so that mixing up one's own and the peer's number shows.
         let first = 0x11 + 0x10 * u32::try_from(self.next_qpn.len()).unwrap_or(0);
         let next = self.next_qpn.entry(gid).or_insert(first);
         loop {
             let number = *next;
             *next = if number >= 0x00ff_ffff { 0x11 } else { number + 1 };
-            if self.by_number.contains_key(&(gid, number)) {
+            if self.by_number.contains_key(&(gid, number)) || self.bulk.has_number(gid, number) {
                 continue;
             }
             if let Some(number) = Qpn::new(number) {
@@ -203,10 +211,19 @@ impl Hca {
 
     /// How long going to RTS takes, and how it ends.
     pub(super) fn route(&mut self, key: QpKey, path: &QpPath) -> (Duration, Result<(), ConnectQpError>) {
+        let found = self.qp(key).and_then(|qp| Some((qp.host, Qpn::new(qp.number)?)));
+        let Some((host, number)) = found else { return (Duration::ZERO, self.connected(key, path)) };
+        self.route_from(host, number, path)
+    }
+
+    /// The same for any QP of a host.
+    pub(super) fn route_from(
+        &mut self,
+        host: HostKey,
+        qpn: Qpn,
+        path: &QpPath,
+    ) -> (Duration, Result<(), ConnectQpError>) {
         const RESOLUTION: Duration = Duration::from_secs(1);
-        let Some((host, number)) = self.qp(key).map(|qp| (qp.host, qp.number)) else {
-            return (Duration::ZERO, self.connected(key, path));
-        };
         let mut delay = Duration::ZERO;
         let mut lost = false;
         if self.faults_on {
@@ -220,7 +237,7 @@ impl Hca {
         let (ours, theirs) = (self.host(host), path.remote_port.gid);
         let no_route = |code| {
             Err(ConnectQpError::NoRoute {
-                qpn: Qpn::new(number).expect("made from one"),
+                qpn,
                 local_gid: ours.port.gid,
                 gid_index: ours.port.gid_index,
                 remote_gid: theirs,

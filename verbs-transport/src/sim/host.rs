@@ -33,6 +33,10 @@ pub(super) struct Host {
     pub(super) send_busy: Vec<bool>,
     pub(super) slabs_taken: bool,
     pub(super) live_qps: u32,
+    /// Deregistrations fail.
+    pub(super) refuse_deregister: bool,
+    /// Bulk QPs cannot be destroyed.
+    pub(super) refuse_destroy: bool,
     async_events: VecDeque<AsyncEvent>,
     async_wakers: Vec<Waker>,
     pub(super) stats: Stats,
@@ -45,7 +49,13 @@ impl Host {
             self.life = life;
             self.receive_memory = Vec::new();
             self.send_memory = Vec::new();
+            self.srq.forget_queue();
         }
+    }
+
+    /// Who waits for news of the device. To be dropped without the world's lock: a task may go with its last waker.
+    pub(super) fn take_wakers(&mut self) -> [Vec<Waker>; 2] {
+        [std::mem::take(&mut self.async_wakers), std::mem::take(self.cq.wakers())]
     }
 }
 
@@ -78,6 +88,8 @@ impl Hca {
             send_busy: vec![false; slabs.send_slabs as usize],
             slabs_taken: false,
             live_qps: 0,
+            refuse_deregister: false,
+            refuse_destroy: false,
             async_events: VecDeque::new(),
             async_wakers: Vec::new(),
             stats: Stats::default(),
@@ -101,6 +113,7 @@ impl Hca {
                 self.destroy_qp(QpKey(qp));
             }
         }
+        self.kill_bulk(key);
         let host = &mut self.hosts[key.0];
         host.end(HostLife::Killed);
         host.async_events.push_back(AsyncEvent::DeviceFatal);
@@ -214,15 +227,23 @@ impl Hca {
         let outstanding = |key: usize| -> usize {
             self.qps.iter().flatten().filter(|qp| qp.host.0 == key).map(|qp| qp.outstanding()).sum()
         };
-        let report = |(key, host): (usize, &Host)| HostReport {
-            addr: host.addr,
-            life: host.life,
-            live_qps: host.live_qps,
-            outstanding_wrs: outstanding(key),
-            unpolled_cqes: host.cq.len(),
-            receive_slabs: host.srq.count(),
-            send_slabs_in_flight: host.send_busy.iter().filter(|busy| **busy).count(),
-            stats: host.stats,
+        let report = |(key, host): (usize, &Host)| {
+            let (live_bulk_qps, live_regions, outstanding_bulk_wrs, unpolled_bulk_cqes) = self.bulk.count(HostKey(key));
+            HostReport {
+                live_bulk_qps,
+                live_regions,
+                live_windows: self.bulk.count_windows(HostKey(key)),
+                outstanding_bulk_wrs,
+                unpolled_bulk_cqes,
+                addr: host.addr,
+                life: host.life,
+                live_qps: host.live_qps,
+                outstanding_wrs: outstanding(key),
+                unpolled_cqes: host.cq.len(),
+                receive_slabs: host.srq.count(),
+                send_slabs_in_flight: host.send_busy.iter().filter(|busy| **busy).count(),
+                stats: host.stats,
+            }
         };
         self.hosts.iter().enumerate().map(report).collect()
     }

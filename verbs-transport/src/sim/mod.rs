@@ -54,7 +54,16 @@
 //! `REM_INV_REQ_ERR` at the sender (Soft-RoCE: `LOC_QP_OP_ERR`, `REM_OP_ERR`); RNR timers are exact (Soft-RoCE:
 //! jiffies); an RNR wait stops the ack timer.
 //!
-//! Not there or simpler: SENDs only (no immediate, RDMA, atomics, READ limits); INIT to RTS is one step, so nobody
+//! Bulk ports ([`BulkFabric`](crate::fabric::bulk::BulkFabric)) do READ, WRITE, both immediates, memory windows
+//! of type 2B and no atomics. Bytes
+//! move in order, in pieces of 64 KiB at [`SimConfig::bulk_bytes_per_second`]; keys, bounds, access, protection domains
+//! (one a device) and READ limits are checked as on Soft-RoCE, for each piece. An owner that deregisters during a READ
+//! makes its own QP fall silently and the reader see `RETRY_EXC_ERR`, also as on Soft-RoCE. A local region taken away
+//! under a WR gives `LOC_PROT_ERR` at the next piece. Windows are as the specification has them, bounds and all. A SEND
+//! without a fence overtakes each READ ahead of it that takes time (with [`SimConfig::bulk_bytes_per_second`]): a
+//! device may do so, this one always does.
+//!
+//! Not there or simpler: SENDs only on the messaging QPs (no immediate); INIT to RTS is one step, so nobody
 //! sees a peer in RTR; a message arrives whole or stops half-way, packets are only counted for PSNs; wrong PSNs,
 //! QPNs and addresses all look like a dead peer (a device takes some stale PSNs for repeats); no congestion and no
 //! bandwidth; `vendor_err` is 0; GID tables have one entry; async events of the port come to every fabric of a host.
@@ -63,6 +72,7 @@
 //! The network is TCP in what it promises (order, end, reset when bytes were left unread, 64 KiB in flight), without
 //! names, retransmission time-outs or a limit on the backlog; a dead process's acceptor waits for ever.
 
+mod bulk;
 mod config;
 mod cq;
 mod fabric;
@@ -79,6 +89,7 @@ mod trouble;
 mod wire;
 mod world;
 
+pub use bulk::{SimBulkPort, SimBulkQp, SimRegion, SimWindow};
 pub use config::{HostConfig, SimConfig};
 pub use fabric::{SimFabric, SimQp};
 pub use fault::{Faults, NetFaults};

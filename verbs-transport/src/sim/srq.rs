@@ -51,6 +51,11 @@ impl Srq {
         }
     }
 
+    /// No message comes any more: gives back the memory of the queue, but not the count of what lay in it.
+    pub(super) fn forget_queue(&mut self) {
+        self.queue = VecDeque::new();
+    }
+
     /// Posts a slab whose token the caller gave up.
     ///
     /// # Panics

@@ -27,6 +27,10 @@ pub struct Stats {
     pub wakes: u64,
     /// Async events raised.
     pub async_events: u64,
+    /// Bulk WRs accepted by post.
+    pub bulk_posted: u64,
+    /// The most READs that one QP had posted and not completed at one time.
+    pub bulk_reads_at_once: u64,
     /// QPs made.
     pub qps_created: u64,
     /// QPs destroyed.
@@ -45,6 +49,8 @@ impl Stats {
         self.arms += other.arms;
         self.wakes += other.wakes;
         self.async_events += other.async_events;
+        self.bulk_posted += other.bulk_posted;
+        self.bulk_reads_at_once = self.bulk_reads_at_once.max(other.bulk_reads_at_once);
         self.qps_created += other.qps_created;
         self.qps_destroyed += other.qps_destroyed;
     }
@@ -63,6 +69,8 @@ pub struct FaultCounts {
     pub half_received: u64,
     pub lost_flushes: u64,
     pub create_qp_exhausted: u64,
+    pub register_refused: u64,
+    pub failed_binds: u64,
     pub connects_without_route: u64,
     pub slow_connects: u64,
     pub refused_posts: u64,
@@ -100,6 +108,16 @@ pub struct HostReport {
     pub outstanding_wrs: usize,
     /// Completions in the CQ.
     pub unpolled_cqes: usize,
+    /// Bulk QPs not yet destroyed.
+    pub live_bulk_qps: u32,
+    /// Regions not yet deregistered.
+    pub live_regions: u32,
+    /// Memory windows not yet freed.
+    pub live_windows: u32,
+    /// WRs of live bulk QPs that no polled WC has covered.
+    pub outstanding_bulk_wrs: usize,
+    /// Completions in the CQs of open bulk ports.
+    pub unpolled_bulk_cqes: usize,
     /// Receive slabs by place.
     pub receive_slabs: ReceiveSlabCount,
     /// Send slabs that a WR still names.
@@ -109,12 +127,16 @@ pub struct HostReport {
 }
 
 impl HostReport {
-    /// No QP, no WR, no send slab in the device, no receive slab half-filled or lost, and while it is open no
+    /// No QP, no region, no window, no WR, no send slab in the device, no receive slab half-filled or lost, and while it is open no
     /// completion. Posted receives are no leak: the SRQ keeps them. Of a killed process nothing is asked.
     pub fn is_quiet(&self) -> bool {
         let slabs = self.receive_slabs;
         self.life == HostLife::Killed
             || self.live_qps == 0
+                && self.live_bulk_qps == 0
+                && self.live_regions == 0
+                && self.live_windows == 0
+                && self.unpolled_bulk_cqes == 0
                 && self.outstanding_wrs == 0
                 && (self.unpolled_cqes == 0 || self.life == HostLife::Closed)
                 && self.send_slabs_in_flight == 0
@@ -149,14 +171,20 @@ impl fmt::Display for Report {
         for host in &self.hosts {
             writeln!(
                 f,
-                "  {} ({:?}): {} QPs, {} WRs outstanding, {} CQEs unpolled, {} send slabs in flight, {:?}",
+                "  {} ({:?}): {} QPs, {} WRs outstanding, {} CQEs unpolled, {} send slabs in flight, {:?}; bulk: {} QPs, {} \
+                 regions, {} windows, {} WRs, {} CQEs",
                 host.addr,
                 host.life,
                 host.live_qps,
                 host.outstanding_wrs,
                 host.unpolled_cqes,
                 host.send_slabs_in_flight,
-                host.receive_slabs
+                host.receive_slabs,
+                host.live_bulk_qps,
+                host.live_regions,
+                host.live_windows,
+                host.outstanding_bulk_wrs,
+                host.unpolled_bulk_cqes
             )?;
         }
         Ok(())

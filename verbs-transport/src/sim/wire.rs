@@ -73,7 +73,7 @@ impl Hca {
     }
 
     /// When a message posted now is at the peer, if its predecessors are.
-    fn arrival_time(&mut self) -> Duration {
+    pub(super) fn arrival_time(&mut self) -> Duration {
         let mut at = self.now + self.dice.duration(&self.latency);
         if self.faults_on && self.dice.chance(self.faults.delay) {
             self.fault_counts.delays += 1;
@@ -84,6 +84,9 @@ impl Hca {
 
     /// A timeline entry is due.
     pub(super) fn happen(&mut self, id: u64, what: Happening) {
+        if let Happening::Bulk(key, what) = what {
+            return self.bulk_happens(id, key, what);
+        }
         let (Happening::Arrive(key) | Happening::Ack(key) | Happening::WaitEnds(key) | Happening::GiveUp(key)) = what
         else {
             if let Happening::SpuriousWake(host) = what {
@@ -116,7 +119,7 @@ impl Hca {
                     self.enter_error(key, Cause::Failed(WcStatus::RetryExceeded));
                 }
             }
-            Happening::SpuriousWake(_) => {}
+            Happening::SpuriousWake(_) | Happening::Bulk(..) => {}
         }
     }
 

@@ -101,6 +101,30 @@ impl SimWorld {
         })
     }
 
+    /// The same for a bulk QP.
+    pub fn force_bulk_error(&self, addr: impl Into<IpAddr>, qpn: u32) -> bool {
+        let addr = addr.into();
+        self.shared.with(|hca| hca.force_bulk_error(addr, qpn))
+    }
+
+    /// Breaks the rule that only its owner ends a memory window: posts on a host's bulk QP, beside whatever its process
+    /// does, a SEND with invalidate of a window that the peer has bound on that connection. The window's key, or `None`
+    /// when there is no such QP, no window, or no room.
+    pub fn invalidate_at_peer(&self, addr: impl Into<IpAddr>, qpn: u32) -> Option<u32> {
+        let addr = addr.into();
+        self.shared.with(|hca| hca.invalidate_at_peer(addr, qpn))
+    }
+
+    /// Makes deregistrations of a host fail, as under a bound memory window, or work again.
+    pub fn refuse_deregister(&self, addr: impl Into<IpAddr>, refuse: bool) {
+        self.each_fabric(addr.into(), |hca, key| hca.host_mut(key).refuse_deregister = refuse);
+    }
+
+    /// Makes a host's device keep bulk QPs that are to be destroyed, or let them go again.
+    pub fn refuse_destroy(&self, addr: impl Into<IpAddr>, refuse: bool) {
+        self.each_fabric(addr.into(), |hca, key| hca.host_mut(key).refuse_destroy = refuse);
+    }
+
     /// Ends the processes on a host, as `kill -9` does: QPs vanish without a word, the kernel closes the sockets.
     /// Their fabrics fail every call from now on; a new [`host`](Self::host) at the address is the restart.
     pub fn kill_host(&self, addr: impl Into<IpAddr>) {

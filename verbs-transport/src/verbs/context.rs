@@ -145,6 +145,7 @@ impl Context {
         let small = |value: c_int| u8::try_from(value.clamp(0, 255)).unwrap_or(u8::MAX);
         Ok(DeviceAttributes {
             node_guid: u64::from_be(raw.node_guid),
+            vendor_id: raw.vendor_id,
             firmware: fixed_text(&raw.fw_ver),
             ports: raw.phys_port_cnt,
             qps: count(raw.max_qp),
@@ -263,6 +264,8 @@ impl Drop for Context {
 #[derive(Clone, Debug)]
 pub(crate) struct DeviceAttributes {
     pub(crate) node_guid: u64,
+    /// The maker's OUI.
+    pub(crate) vendor_id: u32,
     pub(crate) firmware: String,
     pub(crate) ports: u8,
     pub(crate) qps: u32,

@@ -7,7 +7,7 @@ use std::{
     os::fd::{AsRawFd, BorrowedFd, RawFd},
     ptr::{self, NonNull},
     sync::{
-        Arc,
+        Arc, Mutex, PoisonError,
         atomic::{AtomicU32, Ordering},
     },
 };
@@ -73,6 +73,9 @@ pub(crate) struct Cq {
     poll: PollFn,
     notify: NotifyFn,
     depth: u32,
+    /// Where the provider writes completions. Kept, and zeroed once: zeroing it for each poll would cost a poll that finds
+    /// nothing more than all else.
+    chunk: Mutex<[MaybeUninit<ffi::ibv_wc>; CHUNK]>,
     /// Events that were taken from the channel and not yet acknowledged.
     unacked: AtomicU32,
     channel: Arc<Channel>,
@@ -105,7 +108,8 @@ impl Cq {
         // SAFETY: `raw` is the live CQ just made; `cqe` changes only by a resize, which nothing here does.
         let granted = unsafe { (*raw.as_ptr()).cqe };
         let depth = u32::try_from(granted).unwrap_or(depth);
-        Ok(Self { raw, poll, notify, depth, unacked: AtomicU32::new(0), channel })
+        let chunk = Mutex::new([const { MaybeUninit::zeroed() }; CHUNK]);
+        Ok(Self { raw, poll, notify, depth, chunk, unacked: AtomicU32::new(0), channel })
     }
 
     pub(super) fn as_ptr(&self) -> *mut ffi::ibv_cq {
@@ -124,10 +128,9 @@ impl Cq {
     /// The CQ is broken.
     pub(super) fn poll(&self, mut each: impl FnMut(&ffi::ibv_wc)) -> io::Result<usize> {
         let room = c_int::try_from(CHUNK).unwrap_or(c_int::MAX);
+        let mut chunk = self.chunk.lock().unwrap_or_else(PoisonError::into_inner);
         let mut total = 0;
         while total + CHUNK <= POLL_BATCH {
-            // Zeroed, so that a field which the provider leaves alone is a number like any other.
-            let mut chunk = [const { MaybeUninit::<ffi::ibv_wc>::zeroed() }; CHUNK];
             // SAFETY: the CQ is live until `Drop` and `poll` is its provider's ibv_poll_cq. It writes at most `room`
             // entries to the front of `chunk`, which has that many.
             let found = unsafe { (self.poll)(self.raw.as_ptr(), room, chunk.as_mut_ptr().cast()) };
@@ -135,7 +138,8 @@ impl Cq {
                 return Err(io::Error::from_raw_os_error(found.saturating_neg()));
             };
             for wc in chunk.iter().take(found) {
-                // SAFETY: zeroed above, which is a valid value of its integers, and then written by the provider.
+                // SAFETY: zeroed when the CQ was made, which is a valid value of its integers, and written only by the
+                // provider since. A field that it leaves alone is a number like any other.
                 each(unsafe { wc.assume_init_ref() });
             }
             total += found;

@@ -51,6 +51,33 @@ impl DeviceQp {
         Self { handle, ready: OnceLock::new(), stage: Mutex::new(Stage::Init(qp)), shared }
     }
 
+    /// The QP, once it is in RTS.
+    pub(super) fn rts(&self) -> Option<&Qp<Rts>> {
+        self.ready.get()
+    }
+
+    /// What may be done in any state.
+    pub(super) fn handle(&self) -> &QpHandle {
+        &self.handle
+    }
+
+    /// Destroys the QP.
+    ///
+    /// # Errors
+    ///
+    /// What is left, which posts nothing any more, and the device's errno.
+    pub(super) fn destroy(self) -> Result<(), Box<(Self, io::Error)>> {
+        let Self { handle, ready, stage, shared } = self;
+        drop((ready, stage));
+        let failed = |handle, error| {
+            Box::new((Self { handle, ready: OnceLock::new(), stage: Mutex::new(Stage::Lost), shared }, error))
+        };
+        match Arc::try_unwrap(handle) {
+            Ok(handle) => handle.destroy().map_err(|(handle, error)| failed(Arc::new(handle), error)),
+            Err(handle) => Err(failed(handle, io::Error::from(io::ErrorKind::WouldBlock))),
+        }
+    }
+
     /// Drives the QP to RTS; blocks for as long as the kernel resolves the peer's address.
     fn connect_blocking(&self, path: &QpPath) -> Result<(), ConnectQpError> {
         let mut stage = self.stage.lock().unwrap_or_else(PoisonError::into_inner);

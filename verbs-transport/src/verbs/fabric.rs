@@ -10,6 +10,7 @@ use std::{
     task::{Context as TaskContext, Poll, ready},
 };
 
+use bytes::Bytes;
 use ibverbs_sys::ibv_access_flags;
 use verbs_bootstrap::{Gid, Mtu, Net, PortIdentity};
 
@@ -18,17 +19,17 @@ use super::{
     cq::{Channel, Cq},
     device_qp::DeviceQp,
     memory::PageKind,
-    mr::SlabMr,
+    mr::{self, SlabMr},
     open::{DeviceConfig, OpenError},
     pd::Pd,
-    qp::{Qp, QpParts},
+    qp::{Qp, QpParts, Receives},
     reactor::InReactor,
     srq::Srq,
     sysfs, wc,
 };
 use crate::fabric::{
     AsyncEvent, CreateQpError, DeviceLimits, Fabric, FabricError, HwCounters, PostError, QpCaps, RecvSlab, SendSlab,
-    SlabSizes, Wc,
+    SlabSizes, Wc, bulk::WindowSupport,
 };
 
 /// A device's port with one PD, one CQ and its channel, one SRQ, and one MR each for receive and send slabs.
@@ -97,6 +98,7 @@ pub(super) struct Shared {
     /// As last read from the device.
     pub(super) port: RwLock<PortIdentity>,
     pub(super) mtu_cap: Option<Mtu>,
+    pub(super) windows: WindowSupport,
     /// Why this port and GID, as things were at the open.
     pub(super) reason: String,
     /// Where the GID was then.
@@ -156,7 +158,19 @@ impl Shared {
 
     /// What its QPs are made from.
     pub(super) fn parts(&self, access: ibv_access_flags) -> QpParts<'_> {
-        QpParts { pd: &self.pd, cq: &self.cq, srq: &self.srq, send_slabs: &self.send, port: self.port().port, access }
+        let receives = Receives::Shared { srq: &self.srq, send_slabs: &self.send };
+        QpParts { pd: &self.pd, cq: &self.cq, receives, port: self.port().port, access }
+    }
+
+    /// What a refused QP means.
+    pub(super) fn create_qp_error(&self, caps: QpCaps, source: io::Error) -> CreateQpError {
+        match source.kind() {
+            io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported => CreateQpError::Unsupported { caps, source },
+            io::ErrorKind::OutOfMemory | io::ErrorKind::StorageFull => {
+                CreateQpError::Exhausted { device_qps: self.limits.qps, source }
+            }
+            _ => CreateQpError::Device { source },
+        }
     }
 
     fn slabs(&self) -> SlabSizes {
@@ -228,6 +242,16 @@ impl<N: Net> Fabric for DeviceFabric<N> {
         self.shared.receive.append(slab, offset, len, out);
     }
 
+    fn lend_slab(
+        &self,
+        slab: RecvSlab,
+        offset: usize,
+        len: usize,
+        home: impl FnOnce(RecvSlab) + Send + 'static,
+    ) -> Bytes {
+        mr::lend(&self.shared.receive, slab, offset, len, home)
+    }
+
     fn post_receives(&self, slabs: &mut Vec<RecvSlab>) -> Result<(), PostError> {
         self.shared.srq.post(slabs)
     }
@@ -240,13 +264,7 @@ impl<N: Net> Fabric for DeviceFabric<N> {
         let shared = &self.shared;
         match Qp::new(&shared.parts(ibv_access_flags::IBV_ACCESS_LOCAL_WRITE), caps) {
             Ok(qp) => Ok(DeviceQp::new(Arc::clone(shared), qp)),
-            Err(source) => Err(match source.kind() {
-                io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported => CreateQpError::Unsupported { caps, source },
-                io::ErrorKind::OutOfMemory | io::ErrorKind::StorageFull => {
-                    CreateQpError::Exhausted { device_qps: shared.limits.qps, source }
-                }
-                _ => CreateQpError::Device { source },
-            }),
+            Err(source) => Err(shared.create_qp_error(caps, source)),
         }
     }
 

@@ -15,6 +15,8 @@
 #![allow(unsafe_code)]
 
 mod async_event;
+mod bulk;
+mod bulk_qp;
 mod context;
 mod cq;
 mod device_qp;
@@ -22,22 +24,29 @@ mod fabric;
 mod memory;
 mod mr;
 mod open;
+mod owner;
 mod pd;
 #[doc(hidden)]
 pub mod probe;
 mod qp;
 mod reactor;
+mod region;
 mod srq;
 mod sysfs;
 mod wc;
+mod window;
 
 use std::{ffi::c_int, io};
 
 pub use self::{
+    bulk::{DeviceBulkPort, DeviceBulkQp},
     device_qp::DeviceQp,
     fabric::DeviceFabric,
     memory::PageKind,
     open::{DeviceConfig, OpenError},
+    owner::{Arena, MemoryOwner, OutOfBounds, OwnedBytes, Span},
+    region::DeviceRegion,
+    window::DeviceWindow,
 };
 
 /// The errno that a call returned as its value (`ibv_modify_qp` and most newer calls do).

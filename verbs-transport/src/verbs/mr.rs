@@ -11,6 +11,7 @@ use std::{
     },
 };
 
+use bytes::Bytes;
 use ibverbs_sys as ffi;
 
 use super::{
@@ -21,8 +22,8 @@ use super::{
 use crate::fabric::{RecvSlab, SendSlab};
 
 /// Memory of this process that the device may read and, with local write, receive into: `slabs` slots of
-/// `slab_bytes` each. No reference into it is ever made: the device may be writing, and bytes go in and out by
-/// bounds-checked raw copies.
+/// `slab_bytes` each. The device may be writing, so bytes go in and out by bounds-checked raw copies. The one exception
+/// is a receive slab that is lent to the application ([`lend`]): its token is held for as long as anyone can look.
 ///
 /// Who may touch a slot is settled by the slab tokens of [`crate::fabric`]: there is one for each slot, it names this
 /// pool, and posting a receive takes it until the completion.
@@ -163,6 +164,20 @@ impl SlabMr {
         unsafe { out.set_len(filled) };
     }
 
+    /// A part of a slot as it lies there, for as long as the token is not posted.
+    ///
+    /// # Panics
+    ///
+    /// When the part reaches beyond the slot.
+    fn borrow<'a>(&'a self, slab: &'a RecvSlab, offset: usize, len: usize) -> &'a [u8] {
+        let from = self.at(slab.into(), offset, len);
+        // SAFETY: `at` checked that `from..from + len` lies in that slot of the live mapping, which `self` keeps for
+        // 'a, and whose bytes were zeroed at first, hence are initialised. Nobody writes there for 'a: the slot's only
+        // token is borrowed, so it is not posted and the device has no receive there; the MR is local-write, so no peer
+        // reaches it by key; and of this process `write` takes send slabs, whose tokens are of another pool.
+        unsafe { std::slice::from_raw_parts(from.as_ptr(), len) }
+    }
+
     fn at(&self, slot: Slot, offset: usize, len: usize) -> NonNull<u8> {
         assert!(self.owns(slot), "{slot:?} in pool {} of {} slabs", self.pool, self.slabs);
         let end = offset.checked_add(len);
@@ -175,6 +190,42 @@ impl SlabMr {
         // mapping's length, which `pool_bytes` checked to fit `isize`.
         unsafe { self.memory.start().add(slot.index as usize * self.stride + offset) }
     }
+}
+
+/// A slab in the application's hands; see [`Fabric::lend_slab`](crate::fabric::Fabric::lend_slab).
+struct Lent<H: FnOnce(RecvSlab)> {
+    pool: Arc<SlabMr>,
+    /// Until `Drop`.
+    slab: Option<(RecvSlab, H)>,
+    offset: usize,
+    len: usize,
+}
+
+impl<H: FnOnce(RecvSlab)> AsRef<[u8]> for Lent<H> {
+    fn as_ref(&self) -> &[u8] {
+        self.slab.as_ref().map_or(&[], |(slab, _)| self.pool.borrow(slab, self.offset, self.len))
+    }
+}
+
+impl<H: FnOnce(RecvSlab)> Drop for Lent<H> {
+    fn drop(&mut self) {
+        if let Some((slab, home)) = self.slab.take() {
+            home(slab);
+        }
+    }
+}
+
+/// Gives a part of a slot out as bytes; see [`Fabric::lend_slab`](crate::fabric::Fabric::lend_slab).
+pub(super) fn lend(
+    pool: &Arc<SlabMr>,
+    slab: RecvSlab,
+    offset: usize,
+    len: usize,
+    home: impl FnOnce(RecvSlab) + Send + 'static,
+) -> Bytes {
+    // Refused here, not at the first look.
+    pool.at((&slab).into(), offset, len);
+    Bytes::from_owner(Lent { pool: Arc::clone(pool), slab: Some((slab, home)), offset, len })
 }
 
 impl Drop for SlabMr {

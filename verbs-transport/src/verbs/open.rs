@@ -6,12 +6,12 @@ use std::{
     sync::{Arc, RwLock},
 };
 
-use ibverbs_sys::ibv_access_flags;
+use ibverbs_sys::{self as ffi, ibv_access_flags};
 use rustix::process::{Resource, getrlimit};
 use verbs_bootstrap::{Gid, GidType, Mtu, PortIdentity, RdAtomic};
 
 use super::{
-    context::{Context, DeviceList},
+    context::{Context, DeviceAttributes, DeviceList},
     cq::{Channel, Cq},
     fabric::{Shared, capped},
     mr::{SlabMr, pool_bytes},
@@ -20,7 +20,10 @@ use super::{
     sysfs,
 };
 use crate::{
-    fabric::{DeviceLimits, SlabSizes},
+    fabric::{
+        DeviceLimits, SLAB_BYTES, SlabSizes,
+        bulk::{WindowPolicy, WindowSupport},
+    },
     select::{self, Choice, ChooseError, GidInfo, PortInfo, Wanted},
 };
 
@@ -39,16 +42,19 @@ pub struct DeviceConfig {
     pub gid_type: Option<GidType>,
     /// A peer's GID: a GID of ours in its subnet is preferred. Default: none.
     pub peer: Option<Gid>,
-    /// Receive and send slabs. Memory is their product, pinned: the default, 4,096 × 8 KiB to receive and
-    /// 256 × 8 KiB to send, takes 34 MiB. Too few receive slabs refuse peers (70 each at the default window).
+    /// Receive and send slabs. Memory is their product, pinned: the default, 4,032 to receive and 252 to send of
+    /// [`SLAB_BYTES`] each, takes 34 MiB. Too few receive slabs refuse peers (70 each at the default window).
     pub slabs: SlabSizes,
     /// Completions that the CQ holds, at least 1. Must cover all that can complete at once, flushes included: an
-    /// overrun ends every QP. Default 16,384.
+    /// overrun ends every QP. Default 16,383: devices round up to a power of two less one, and one more would take twice
+    /// the memory (4 MiB on Soft-RoCE).
     pub cq_depth: u32,
     /// Uses a smaller path MTU than the port's. Default: none.
     pub mtu_cap: Option<Mtu>,
     /// Completion vector for the CQ's interrupts, taken modulo the device's number of them. Default 0.
     pub completion_vector: u32,
+    /// Whether bulk ports use memory windows. Default: where the device has usable ones.
+    pub windows: WindowPolicy,
 }
 
 impl Default for DeviceConfig {
@@ -60,10 +66,16 @@ impl Default for DeviceConfig {
             gid_index: None,
             gid_type: None,
             peer: None,
-            slabs: SlabSizes { receive_slabs: 4096, receive_bytes: 8192, send_slabs: 256, send_bytes: 8192 },
-            cq_depth: 16_384,
+            slabs: SlabSizes {
+                receive_slabs: 4032,
+                receive_bytes: SLAB_BYTES,
+                send_slabs: 252,
+                send_bytes: SLAB_BYTES,
+            },
+            cq_depth: 16_383,
             mtu_cap: None,
             completion_vector: 0,
+            windows: WindowPolicy::Auto,
         }
     }
 }
@@ -220,6 +232,7 @@ impl Shared {
                 responder: attributes.rd_atomic_responder,
             },
         };
+        let windows = window_support(config.windows, &device, &attributes);
         Ok(Self {
             srq,
             cq,
@@ -231,6 +244,7 @@ impl Shared {
             limits,
             port: RwLock::new(identity),
             mtu_cap: config.mtu_cap,
+            windows,
             reason: choice.reason,
             chosen_index: choice.gid.index,
         })
@@ -315,6 +329,15 @@ fn port_infos(context: &Context) -> io::Result<Vec<PortInfo>> {
             })
         })
         .collect()
+}
+
+/// Soft-RoCE does not enforce the bounds of windows. The kernel tells it by its network device, which only it has as a
+/// parent, and by a vendor id that is nobody's.
+fn window_support(policy: WindowPolicy, device: &str, attributes: &DeviceAttributes) -> WindowSupport {
+    const NOBODY: u32 = 0x00ff_ffff;
+    let type_2b = attributes.capabilities & ffi::IBV_DEVICE_MEM_WINDOW_TYPE_2B != 0;
+    let enforced = attributes.vendor_id != NOBODY && !sysfs::is_soft_roce(device);
+    WindowSupport::judge(policy, type_2b, attributes.memory_windows, enforced)
 }
 
 fn open_error(device: &str, source: io::Error) -> OpenError {

@@ -20,7 +20,7 @@ use super::{
     qp::{Init, Qp, Route, Rts},
     wc,
 };
-use crate::fabric::{QpCaps, QpPath, QpTimers, RecvSlab, Wc};
+use crate::fabric::{QpCaps, QpPath, QpTimers, RecvSlab, Wc, bulk::WindowSupport};
 
 /// Looks at the device under a fabric.
 pub struct Probe<'a> {
@@ -111,6 +111,11 @@ impl Probe<'_> {
             (ffi::IBV_DEVICE_MEM_WINDOW_TYPE_2B, "2B"),
         ];
         Ok(kinds.into_iter().filter(|(flag, _)| flags & flag != 0).map(|(_, kind)| kind).collect())
+    }
+
+    /// Whether bulk ports use them, or why not.
+    pub fn window_support(&self) -> WindowSupport {
+        self.shared.windows
     }
 
     /// Whether registrations may fault pages in on demand.

@@ -32,12 +32,16 @@ pub(crate) struct QpHandle {
     pub(super) raw: NonNull<ffi::ibv_qp>,
     qpn: Qpn,
     caps: QpCaps,
+    /// Receives of its own, not an SRQ's.
+    pub(super) recv_wrs: u32,
     port: u8,
     pub(super) post: PostFn,
-    send_slabs: Arc<SlabMr>,
-    _srq: Arc<Srq>,
+    /// A QP for messages sends out of them.
+    send_slabs: Option<Arc<SlabMr>>,
+    destroyed: bool,
+    _srq: Option<Arc<Srq>>,
     _cq: Arc<Cq>,
-    _pd: Arc<Pd>,
+    pub(super) pd: Arc<Pd>,
 }
 
 // SAFETY: every verb on a QP is thread-safe (the provider locks its queues, the kernel its state), and a QP is not
@@ -50,11 +54,18 @@ unsafe impl Sync for QpHandle {}
 pub(super) struct QpParts<'a> {
     pub(super) pd: &'a Arc<Pd>,
     pub(super) cq: &'a Arc<Cq>,
-    pub(super) srq: &'a Arc<Srq>,
-    pub(super) send_slabs: &'a Arc<SlabMr>,
+    pub(super) receives: Receives<'a>,
     pub(super) port: u8,
     /// What peers may do: for messages local write alone, the least.
     pub(super) access: ffi::ibv_access_flags,
+}
+
+/// Where a QP's receives come from.
+pub(super) enum Receives<'a> {
+    /// From an SRQ: a QP for messages, which go out of these slabs.
+    Shared { srq: &'a Arc<Srq>, send_slabs: &'a Arc<SlabMr> },
+    /// From a queue of its own, without memory: a QP for bulk.
+    Own { recv_wrs: u32 },
 }
 
 /// Where a QP's packets go.
@@ -73,30 +84,34 @@ impl<S> Qp<S> {
 }
 
 impl Qp<Init> {
-    /// Makes an RC QP with one send SGE, no receive queue of its own and no automatic signaling, and initialises it
-    /// with `P_Key` index 0.
+    /// Makes an RC QP with one send SGE, receives as `parts` says and no automatic signaling, and initialises it with
+    /// `P_Key` index 0.
     ///
     /// # Errors
     ///
     /// The device's: `EINVAL` when it does not grant these caps.
     pub(super) fn new(parts: &QpParts<'_>, caps: QpCaps) -> io::Result<Self> {
         let post = parts.pd.context().ops().post_send.ok_or_else(|| missing_call("post_send"))?;
+        let (srq, send_slabs, recv_wrs) = match parts.receives {
+            Receives::Shared { srq, send_slabs } => (Some(Arc::clone(srq)), Some(Arc::clone(send_slabs)), 0),
+            Receives::Own { recv_wrs } => (None, None, recv_wrs),
+        };
         let mut init = ffi::ibv_qp_init_attr {
             qp_context: ptr::null_mut(),
             send_cq: parts.cq.as_ptr(),
             recv_cq: parts.cq.as_ptr(),
-            srq: parts.srq.as_ptr(),
+            srq: srq.as_ref().map_or(ptr::null_mut(), |srq| srq.as_ptr()),
             cap: ffi::ibv_qp_cap {
                 max_send_wr: caps.send_wrs,
-                max_recv_wr: 0,
+                max_recv_wr: recv_wrs,
                 max_send_sge: 1,
-                max_recv_sge: 0,
+                max_recv_sge: u32::from(recv_wrs > 0),
                 max_inline_data: caps.inline_bytes,
             },
             qp_type: ffi::ibv_qp_type::IBV_QPT_RC,
             sq_sig_all: 0,
         };
-        // SAFETY: PD, CQ and SRQ are live, and the `Arc`s kept below keep them so until the QP is gone; `init` is
+        // SAFETY: PD, CQ and SRQ, where there is one, are live, and the `Arc`s kept below keep them so until the QP is gone; `init` is
         // read and written during the call only.
         let raw = unsafe { ffi::ibv_create_qp(parts.pd.as_ptr(), &raw mut init) };
         let raw = NonNull::new(raw).ok_or_else(io::Error::last_os_error)?;
@@ -111,12 +126,14 @@ impl Qp<Init> {
             raw,
             qpn,
             caps: QpCaps { send_wrs: init.cap.max_send_wr, inline_bytes: init.cap.max_inline_data },
+            recv_wrs: if recv_wrs > 0 { init.cap.max_recv_wr } else { 0 },
             port: parts.port,
             post,
-            send_slabs: Arc::clone(parts.send_slabs),
-            _srq: Arc::clone(parts.srq),
+            send_slabs,
+            destroyed: false,
+            _srq: srq,
             _cq: Arc::clone(parts.cq),
-            _pd: Arc::clone(parts.pd),
+            pd: Arc::clone(parts.pd),
         });
         handle.init(parts.access)?;
         Ok(Self { handle, state: PhantomData })
@@ -185,6 +202,23 @@ impl QpHandle {
     pub(super) fn to_error(&self) -> io::Result<()> {
         let mut attr = ffi::ibv_qp_attr { qp_state: ffi::ibv_qp_state::IBV_QPS_ERR, ..Default::default() };
         self.modify(&mut attr, ffi::ibv_qp_attr_mask::IBV_QP_STATE)
+    }
+
+    /// Destroys the QP. Only who holds the last reference can: no post or query can be under way.
+    ///
+    /// # Errors
+    ///
+    /// The handle and the device's errno: the QP is as it was.
+    pub(super) fn destroy(mut self) -> Result<(), (Self, io::Error)> {
+        // SAFETY: `raw` came from ibv_create_qp, is live, and `self` is its only handle. When the call succeeds `Drop`
+        // leaves it alone, so it is destroyed once; when it fails the QP lives on.
+        match check(unsafe { ffi::ibv_destroy_qp(self.raw.as_ptr()) }) {
+            Ok(()) => {
+                self.destroyed = true;
+                Ok(())
+            }
+            Err(error) => Err((self, error)),
+        }
     }
 
     /// The state that the device has the QP in, as `ibv_qp_state` numbers it.
@@ -325,26 +359,32 @@ impl QpHandle {
         match data {
             SendData::Inline(bytes) => bytes.len() <= self.caps.inline_bytes as usize,
             SendData::Slab { slab, len } => {
-                self.send_slabs.owns((*slab).into()) && *len <= self.send_slabs.slab_bytes()
+                let owner = self.send_slabs.as_ref().filter(|slabs| slabs.owns((*slab).into()));
+                owner.is_some_and(|slabs| *len <= slabs.slab_bytes())
             }
         }
     }
 
     /// The SGE for `data`, which `accepts` has passed, and the flag that goes with it.
     fn sge(&self, data: &SendData<'_>) -> (ffi::ibv_sge, c_uint) {
-        match data {
-            SendData::Inline(bytes) => {
+        match (data, &self.send_slabs) {
+            (SendData::Inline(bytes), _) => {
                 let addr = bytes.as_ptr().expose_provenance() as u64;
                 let length = u32::try_from(bytes.len()).unwrap_or(u32::MAX); // `accepts` bounds it by a u32
                 (ffi::ibv_sge { addr, length, lkey: 0 }, ffi::ibv_send_flags::IBV_SEND_INLINE.0)
             }
-            SendData::Slab { slab, len } => (self.send_slabs.sge((*slab).into(), *len), 0),
+            (SendData::Slab { slab, len }, Some(slabs)) => (slabs.sge((*slab).into(), *len), 0),
+            // `accepts` has refused it: an empty message stands for what cannot be.
+            (SendData::Slab { .. }, None) => (ffi::ibv_sge { addr: 0, length: 0, lkey: 0 }, 0),
         }
     }
 }
 
 impl Drop for QpHandle {
     fn drop(&mut self) {
+        if self.destroyed {
+            return;
+        }
         // SAFETY: `raw` came from ibv_create_qp and is destroyed here once: each `Qp<S>` holds an `Arc` of this
         // handle. Async events of it are acknowledged as they are taken, so the call does not wait for ours.
         log_failed_destroy("ibv_destroy_qp", unsafe { ffi::ibv_destroy_qp(self.raw.as_ptr()) });

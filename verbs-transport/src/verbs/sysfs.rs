@@ -43,6 +43,11 @@ pub(super) fn same_numa_node(device: &str) -> Option<bool> {
     Some(Path::new(&format!("/sys/devices/system/cpu/cpu{cpu}/node{of_device}")).exists())
 }
 
+/// Whether the device is `rdma_rxe`, whose devices alone have the network device that they run over as `parent`.
+pub(super) fn is_soft_roce(device: &str) -> bool {
+    Path::new("/sys/class/infiniband").join(device).join("parent").exists()
+}
+
 /// RNR NAKs of a port, under the names that drivers give them: Soft-RoCE's, then mlx5's. mlx5 counts a NAK that it sends
 /// as a SEND that found no receive.
 pub(super) fn hw_counters(device: &str, port: u8) -> HwCounters {

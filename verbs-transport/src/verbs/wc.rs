@@ -3,7 +3,10 @@
 
 use ibverbs_sys as ffi;
 
-use crate::fabric::{RecvSlab, Wc, WcStatus, WrSeq};
+use crate::fabric::{
+    RecvSlab, Wc, WcStatus, WrSeq,
+    bulk::{BulkWc, Rkey},
+};
 
 /// Marks a receive in `wr_id`; the rest is the slab's index. Without it the rest is a [`WrSeq`].
 const RECEIVE: u64 = 1 << 63;
@@ -38,6 +41,37 @@ pub(super) fn read(raw: &ffi::ibv_wc, slab: impl FnOnce(u32) -> Option<RecvSlab>
     })
 }
 
+/// `wr_id` of each receive of a bulk QP: they are all alike.
+pub(super) const fn bulk_receive_id() -> u64 {
+    RECEIVE
+}
+
+/// Reads a completion of a bulk CQ; `kernel_flags`: of a device that numbers `wc_flags` as the kernel does.
+pub(super) fn read_bulk(raw: &ffi::ibv_wc, kernel_flags: bool) -> BulkWc {
+    let (id, qpn) = (raw.wr_id(), raw.qp_num);
+    let failed = raw.error().map(|(status, vendor_err)| (status_from_raw(status), vendor_err));
+    if id & RECEIVE == 0 {
+        return match failed {
+            None => BulkWc::Done { qpn, id },
+            Some((status, vendor_err)) => BulkWc::Failed { qpn, id, status, vendor_err },
+        };
+    }
+    // The two share a field, which holds an immediate in network order and a key in the host's. Soft-RoCE marks the key
+    // with the kernel's flag, which in user space is that of a good checksum and never set for RC.
+    let mark = if kernel_flags { ffi::ibv_wc_flags::IBV_WC_IP_CSUM_OK } else { ffi::ibv_wc_flags::IBV_WC_WITH_INV };
+    let invalidated = (raw.wc_flags & mark).0 != 0;
+    match (failed, raw.imm_data()) {
+        (Some((status, _)), _) => BulkWc::NotifyFailed { qpn, status },
+        (None, _) if invalidated => BulkWc::Notified { qpn, imm: 0, bytes: 0, invalidated: Some(Rkey(raw.imm_data)) },
+        (None, Some(imm)) => {
+            let bytes = u32::try_from(raw.len()).unwrap_or(u32::MAX);
+            BulkWc::Notified { qpn, imm: u32::from_be(imm), bytes, invalidated: None }
+        }
+        // A plain SEND, which no peer of ours makes here.
+        (None, None) => BulkWc::NotifyFailed { qpn, status: WcStatus::Other(ffi::ibv_wc_status::IBV_WC_SUCCESS) },
+    }
+}
+
 const fn status_from_raw(raw: u32) -> WcStatus {
     use ffi::ibv_wc_status as s;
     match raw {
@@ -45,6 +79,7 @@ const fn status_from_raw(raw: u32) -> WcStatus {
         s::IBV_WC_LOC_QP_OP_ERR => WcStatus::LocalQpOperation,
         s::IBV_WC_LOC_PROT_ERR => WcStatus::LocalProtection,
         s::IBV_WC_WR_FLUSH_ERR => WcStatus::Flushed,
+        s::IBV_WC_MW_BIND_ERR => WcStatus::WindowBind,
         s::IBV_WC_REM_INV_REQ_ERR => WcStatus::RemoteInvalidRequest,
         s::IBV_WC_REM_ACCESS_ERR => WcStatus::RemoteAccess,
         s::IBV_WC_REM_OP_ERR => WcStatus::RemoteOperation,

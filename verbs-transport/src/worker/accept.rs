@@ -1,4 +1,5 @@
-//! The accepting half: judges hellos, brings the QP up, answers.
+//! The accepting half: judges hellos, brings the QP up, answers. Hellos of the bulk plane go to the layer that is
+//! attached for it.
 
 use std::{
     future::Future,
@@ -6,11 +7,12 @@ use std::{
 };
 
 use tracing::Instrument;
-use verbs_bootstrap::{AcceptError, Acceptor, Generation, HelloVerdict, LifeSocket, Offer, Refusal, Status};
+use verbs_bootstrap::{AcceptError, Acceptor, Generation, HelloVerdict, LifeSocket, Offer, Plane, Refusal, Status};
 
 use super::{
     connect::{Addressee, StreamOf, attach_life, bring_up, check_offer, of_generation, peer_ready, wait_up},
     error::{EpochEnd, cannot_meet},
+    layer::BulkAcceptor,
     peer::{Effects, Peer, PeerState},
     shared::Shared,
 };
@@ -23,17 +25,30 @@ pub(crate) struct Accept<F: Fabric>(pub(crate) Weak<Shared<F>>);
 type Decided<F> = (Arc<Shared<F>>, Arc<Peer<F>>, Answer);
 
 impl<F: Fabric> Accept<F> {
-    fn decide(&self, hello: &Offer) -> Result<Decided<F>, Refusal> {
+    /// What is the same for both planes: the worker runs, is meant, and the two ports can meet.
+    fn admit(&self, hello: &Offer) -> Result<Arc<Shared<F>>, Refusal> {
         let shared = self.0.upgrade().filter(|shared| !shared.is_stopping());
         let Some(shared) = shared else { return Err(Refusal::new(Status::ShuttingDown, "this worker is stopping")) };
         if hello.to != shared.me.instance {
             let detail = format!("this is {}, not {}", shared.me.instance, hello.to);
             return Err(Refusal::new(Status::WrongInstance, detail));
         }
-        check_offer(hello)?;
         if let Some(detail) = cannot_meet(&shared.fabric.port(), &hello.port) {
             return Err(Refusal { status: Status::NoRoute, detail });
         }
+        Ok(shared)
+    }
+
+    /// Who answers for the bulk plane.
+    fn bulk(&self, hello: &Offer) -> Result<Arc<dyn BulkAcceptor<StreamOf<F>>>, Refusal> {
+        let shared = self.admit(hello)?;
+        let none = "this worker serves no bulk memory: no layer for it is attached";
+        shared.layers.bulk().cloned().ok_or_else(|| Refusal::new(Status::NoRoute, none))
+    }
+
+    fn decide(&self, hello: &Offer) -> Result<Decided<F>, Refusal> {
+        let shared = self.admit(hello)?;
+        check_offer(hello)?;
         let mut effects = Effects::default();
         let decided = shared.with_peer(hello.from, |peer, state| {
             decide_hello(&shared, peer, state, hello, &mut effects).map(|answer| (peer.clone(), answer))
@@ -47,6 +62,12 @@ impl<F: Fabric> Accept<F> {
             }
         }
     }
+}
+
+/// Who answers a hello that is not refused.
+enum Decision<F: Fabric> {
+    Ours(Decided<F>),
+    Layers(Arc<dyn BulkAcceptor<StreamOf<F>>>),
 }
 
 /// What the accepting half has to do under no lock.
@@ -98,21 +119,30 @@ impl<F: Fabric> Acceptor for Accept<F> {
 
     fn must_prove_alive(&self, hello: &Offer) -> bool {
         let Some(shared) = self.0.upgrade() else { return false };
+        if hello.plane == Plane::Bulk {
+            return shared.layers.bulk().is_some_and(|bulk| bulk.must_prove_alive(hello));
+        }
         shared.find_peer(hello.from).is_some_and(|peer| peer.lock().exchange.would_replace(hello))
     }
 
     fn on_hello(&self, hello: Offer) -> impl Future<Output = Result<Offer, Refusal>> + Send {
-        let decided = self.decide(&hello);
+        let decided = match hello.plane {
+            Plane::Messaging => self.decide(&hello).map(Decision::Ours),
+            Plane::Bulk => self.bulk(&hello).map(Decision::Layers),
+        };
         if decided.is_err() {
             if let Some(shared) = self.0.upgrade() {
                 shared.counters.hellos_refused.add(1);
             }
         }
-        let (peer, generation) = (hello.from, hello.generation.0);
-        let span = tracing::info_span!("connect", role = "accept", %peer, peer_generation = generation);
+        let (peer, plane, generation) = (hello.from, hello.plane, hello.generation.0);
+        let span = tracing::info_span!("connect", role = "accept", %plane, %peer, peer_generation = generation);
         let answered = async move {
-            let (shared, peer, answer) =
-                decided.inspect_err(|refusal| tracing::debug!(%refusal, "the hello is refused"))?;
+            let decided = decided.inspect_err(|refusal| tracing::debug!(%refusal, "the hello is refused"))?;
+            let (shared, peer, answer) = match decided {
+                Decision::Ours(decided) => decided,
+                Decision::Layers(bulk) => return bulk.on_hello(hello).await,
+            };
             let generation = match answer {
                 Answer::BringUp(generation) => {
                     if let Err(cause) = bring_up(&shared, &peer, generation, &hello, false).await {
@@ -142,6 +172,12 @@ impl<F: Fabric> Acceptor for Accept<F> {
 
     fn on_ready(&self, hello: Offer, reply: Offer, life: LifeSocket<Self::Stream>) {
         let Some(shared) = self.0.upgrade() else { return };
+        if hello.plane == Plane::Bulk {
+            if let Some(bulk) = shared.layers.bulk() {
+                bulk.on_ready(hello, reply, life);
+            }
+            return;
+        }
         let Some(peer) = shared.find_peer(hello.from) else { return };
         attach_life(&shared, &peer, reply.generation, life);
         peer_ready(&shared, &peer, reply.generation);
@@ -149,6 +185,12 @@ impl<F: Fabric> Acceptor for Accept<F> {
 
     fn on_abandoned(&self, hello: Offer, reply: Offer, why: AcceptError) {
         let Some(shared) = self.0.upgrade() else { return };
+        if hello.plane == Plane::Bulk {
+            if let Some(bulk) = shared.layers.bulk() {
+                bulk.on_abandoned(hello, reply, why);
+            }
+            return;
+        }
         let Some(peer) = shared.find_peer(hello.from) else { return };
         let alone = {
             let state = peer.lock();

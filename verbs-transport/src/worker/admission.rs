@@ -8,6 +8,8 @@ use std::{
     task::{Context, Poll, Waker},
 };
 
+use crate::proto::frame::Lane;
+
 /// What [`Worker::send`](crate::Worker::send) says.
 #[derive(Debug)]
 #[must_use = "`Pending` tells when the frame has left the gate; dropping it is allowed"]
@@ -35,6 +37,12 @@ pub enum AdmissionError {
         bytes: usize,
         /// The smaller of both sides' limits.
         max: usize,
+    },
+    /// The connection that came up is to a peer without the layer that it was for.
+    #[error("the peer has no layer for {} frames", .lane.name())]
+    NoSuchLane {
+        /// Of the frame.
+        lane: Lane,
     },
     /// It waited for as long as `admission_deadline` allows: the peer takes frames slower than they are sent, or not
     /// at all.

@@ -1,5 +1,5 @@
 //! Bytes received and not taken yet: above a limit the driver holds credits back, and a reader that brings them below
-//! half of it wakes the driver. The one lock-free piece of the worker; `backlog_loom` runs it in every order.
+//! half of it wakes the driver. `lock_free_loom` runs it in every order.
 
 use super::sync::{AtomicBool, AtomicUsize, Ordering};
 
@@ -40,7 +40,7 @@ impl<W: Wake> Backlog<W> {
     pub(crate) fn update(&self) -> (bool, bool) {
         let bytes = self.bytes.load(Ordering::Acquire);
         let was = self.withheld.load(Ordering::Relaxed);
-        let now = if was { bytes > self.limit / 2 } else { bytes > self.limit };
+        let now = self.should_withhold(bytes, was);
         if was != now {
             self.withheld.store(now, Ordering::Release);
             // A reader that saw the old flag wakes nobody, so look once more: by a read-modify-write, which falls
@@ -51,6 +51,17 @@ impl<W: Wake> Backlog<W> {
             }
         }
         (now, was != now)
+    }
+
+    /// Whether [`Backlog::update`] would change nothing.
+    #[inline]
+    pub(crate) fn is_unchanged(&self) -> bool {
+        let (bytes, was) = (self.bytes.load(Ordering::Acquire), self.withheld.load(Ordering::Relaxed));
+        was == self.should_withhold(bytes, was)
+    }
+
+    fn should_withhold(&self, bytes: usize, already: bool) -> bool {
+        bytes > if already { self.limit / 2 } else { self.limit }
     }
 
     /// Whether credits are held back.

@@ -31,7 +31,9 @@ pub enum Progress {
     },
     /// A thread of its own that polls without pause: the lowest latency for a whole core.
     BusyPoll,
-    /// Nobody: the application calls [`Worker::progress`](crate::Worker::progress).
+    /// Nobody: the application calls [`Worker::progress`](crate::Worker::progress), and does so several times within
+    /// its peers' `health_deadline`: nothing is received, granted or answered in between, so peers that wait for an
+    /// answer take a worker that is not polled for dead.
     Manual,
 }
 
@@ -72,6 +74,14 @@ pub struct Config {
     /// Bytes received but not yet taken by the application, over all peers: 64 KiB and more, default 64 MiB. Above it
     /// credits are held back, so that senders feel it.
     pub inbound_max_bytes: usize,
+    /// Zero-copy receive on the streams: slabs that may be with the application at a time, in frames that it has not
+    /// dropped, over all peers and a quarter of its window for each peer; beyond that frames are copied. 0 to a quarter
+    /// of the fabric's receive slabs, default 0: every frame is copied. The SRQ carries fewer windows by so many slabs.
+    /// Frames of several SENDs, and frames for a handler, are never lent. Measured: `docs/tuning.md`.
+    pub zero_copy_slabs: u32,
+    /// Frames (header + payload) below so many bytes are copied all the same: 0 to 16 MiB, default 2,048. Lending costs
+    /// an allocation and the slab's way home; for short frames the copy is cheaper.
+    pub zero_copy_min_bytes: u32,
     /// Who polls.
     pub progress: Progress,
     /// From RTS to the answer of the first PING: 10 ms to 60 s, default 5 s.
@@ -122,6 +132,8 @@ impl Default for Config {
             eager_max_bytes: 16 << 20,
             channel_frames: 256,
             inbound_max_bytes: 64 << 20,
+            zero_copy_slabs: 0,
+            zero_copy_min_bytes: 2048,
             progress: Progress::Event,
             proof_deadline: Duration::from_secs(5),
             flush_deadline: Duration::from_secs(1),
@@ -193,6 +205,7 @@ impl Config {
         range("eager_max_bytes", self.eager_max_bytes.into(), 1 << 10, 1 << 30)?;
         range("channel_frames", self.channel_frames as u64, 1, 65_536)?;
         range("inbound_max_bytes", self.inbound_max_bytes as u64, 64 << 10, u64::MAX)?;
+        range("zero_copy_min_bytes", self.zero_copy_min_bytes.into(), 0, 16 << 20)?;
         micros("proof_deadline in µs", self.proof_deadline, 10_000, 60_000_000)?;
         micros("flush_deadline in µs", self.flush_deadline, 10_000, 10_000_000)?;
         micros("tail_probe_after in µs", self.tail_probe_after, 1_000, 1_000_000)?;
@@ -218,10 +231,12 @@ impl Config {
         Ok(())
     }
 
-    /// Checks that an SRQ of `receive_slabs` carries at least one peer.
+    /// Checks that an SRQ of `receive_slabs` carries at least one peer beside what may be lent.
     pub(crate) fn validate_slabs(&self, receive_slabs: u32) -> Result<(), ConfigError> {
-        if full_windows(receive_slabs, WINDOW_MIN) == 0 {
-            let need = SLABS_IN_HAND + u32::from(WINDOW_MIN + crate::proto::credit::CONTROL_RESERVE);
+        range("zero_copy_slabs", self.zero_copy_slabs.into(), 0, u64::from(receive_slabs / 4))?;
+        if full_windows(receive_slabs - self.zero_copy_slabs, WINDOW_MIN) == 0 {
+            let one_peer = u32::from(WINDOW_MIN + crate::proto::credit::CONTROL_RESERVE);
+            let need = SLABS_IN_HAND + one_peer + self.zero_copy_slabs;
             return Err(ConfigError::TooFewSlabs { receive_slabs, window_slabs: self.window_slabs, need });
         }
         Ok(())

@@ -4,10 +4,11 @@
 use std::sync::Arc;
 
 use tokio::sync::watch;
-use verbs_bootstrap::{Generation, LifeSocket, Net, Offer, PortIdentity, QpEndpoint, RdAtomic, Refusal, Status};
+use verbs_bootstrap::{Generation, LifeSocket, Net, Offer, Plane, PortIdentity, QpEndpoint, RdAtomic, Refusal, Status};
 
 use super::{
     error::{EpochEnd, SendError},
+    layer::FEATURE_RMA,
     news::hex,
     peer::{Effects, Epoch, Peer, PeerState},
     shared::Shared,
@@ -16,6 +17,7 @@ use crate::{
     fabric::{CreateQpError, Fabric, FabricQp, QpCaps, QpPath},
     proto::{
         credit::{WINDOW_MAX, WINDOW_MIN},
+        frame::Lane,
         link::{Link, LinkLimits},
     },
 };
@@ -116,13 +118,13 @@ impl<F: Fabric> Shared<F> {
             generation: epoch.generation,
             echoed_generation: to.generation,
             port: self.fabric.port(),
-            messaging: QpEndpoint { qpn: epoch.qp.qpn(), psn: epoch.psn },
-            bulk: None,
+            plane: Plane::Messaging,
+            qp: QpEndpoint { qpn: epoch.qp.qpn(), psn: epoch.psn },
             rd_atomic: self.fabric.limits().rd_atomic,
             slab_bytes: self.fabric.slabs().receive_bytes,
             window_slabs: epoch.rx_window,
             eager_max_bytes: self.config.eager_max_bytes,
-            features: 0,
+            features: self.layers.features(),
         }
     }
 }
@@ -180,7 +182,7 @@ pub(super) async fn bring_up<F: Fabric>(
         if of_generation(&state, generation).is_none() || !state.exchange.on_connected(generation) {
             return Err(EpochEnd::Replaced);
         }
-        drop_oversized(shared, &mut state, remote, &mut effects);
+        drop_unfit(shared, &mut state, remote, &mut effects);
         if let Some(epoch) = &mut state.epoch {
             let limits = shared.link_limits(epoch, remote);
             epoch.link = Some(Link::new(limits, dialed));
@@ -199,7 +201,7 @@ pub(super) async fn bring_up<F: Fabric>(
 impl<F: Fabric> Shared<F> {
     fn path(&self, epoch: &Epoch<F>, port: &PortIdentity, remote: &Offer) -> QpPath {
         QpPath {
-            remote: remote.messaging,
+            remote: remote.qp,
             remote_port: remote.port,
             local_psn: epoch.psn,
             mtu: port.mtu.min(remote.port.mtu),
@@ -222,21 +224,27 @@ impl<F: Fabric> Shared<F> {
     }
 }
 
-/// Frames that were queued before the peer's ceiling was known, and exceed it.
-fn drop_oversized<F: Fabric>(shared: &Shared<F>, state: &mut PeerState<F>, remote: &Offer, effects: &mut Effects) {
+/// Frames that were queued before anything was known of the peer, and exceed its ceiling or are for a layer that it does
+/// not have.
+fn drop_unfit<F: Fabric>(shared: &Shared<F>, state: &mut PeerState<F>, remote: &Offer, effects: &mut Effects) {
     let max = shared.config.eager_max_bytes.min(remote.eager_max_bytes) as usize;
+    let has_layer = remote.features & FEATURE_RMA != 0;
     let mut at = 0;
     while at < state.queue.len() {
-        if state.queue[at].body_bytes() > max {
-            if let Some(frame) = state.queue.remove(at) {
-                let bytes = frame.body_bytes();
-                effects.failed(frame, SendError::TooLarge { bytes, max });
-            }
+        let (bytes, lane) = (state.queue[at].body_bytes(), state.queue[at].lane);
+        let error = if bytes > max {
+            SendError::TooLarge { bytes, max }
+        } else if lane != Lane::Application && !has_layer {
+            SendError::NoSuchLane { peer: remote.from, lane }
         } else {
             at += 1;
+            continue;
+        };
+        if let Some(frame) = state.queue.remove(at) {
+            effects.failed(frame, error);
         }
     }
-    state.fail_oversized_in_gate(max, effects);
+    state.fail_unfit_in_gate(max, has_layer, effects);
 }
 
 /// Ends an epoch over whose QP no PING came back in time.

@@ -1,5 +1,7 @@
 //! What a worker tells about itself: paths, connections, counts.
 
+use std::sync::atomic::Ordering;
+
 use verbs_bootstrap::{InstanceId, PortIdentity, RdAtomic};
 
 use super::{Worker, connect::agreed_rd_atomic, stats::Stats};
@@ -105,6 +107,7 @@ impl<F: Fabric> Worker<F> {
         stats.qps = shared.qps();
         stats.receives_promised = shared.shares().promised();
         stats.send_slabs_free = shared.send_slabs.len();
+        stats.receive_slabs_lent = shared.slabs_lent.load(Ordering::Relaxed);
         stats.inbound_backlog_bytes = shared.backlog.bytes();
         stats
     }

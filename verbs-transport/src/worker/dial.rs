@@ -8,7 +8,7 @@ use std::{
 
 use tokio::time::sleep_until;
 use tracing::Instrument;
-use verbs_bootstrap::{DialError, DialFailed, DialStart, Dialed, Offer, Refusal, ReplyVerdict, Status};
+use verbs_bootstrap::{DialError, DialFailed, DialStart, Dialed, Offer, Plane, Refusal, ReplyVerdict, Status};
 
 use super::{
     connect::{Addressee, StreamOf, attach_life, bring_up, check_offer, peer_ready, wait_up},
@@ -20,7 +20,8 @@ use crate::fabric::Fabric;
 
 /// What the dialing task does next.
 enum Step {
-    Dial(Box<Offer>, Vec<std::net::SocketAddr>),
+    /// Until that moment at the latest.
+    Dial(Box<Offer>, Vec<SocketAddr>, Instant),
     Wait(Instant),
     Done,
 }
@@ -46,13 +47,13 @@ async fn dial_until_done<F: Fabric>(shared: &Arc<Shared<F>>, peer: &Arc<Peer<F>>
                     () = changed => {}
                 }
             }
-            Step::Dial(hello, addrs) => {
+            Step::Dial(hello, addrs, until) => {
                 let generation = hello.generation.0;
                 let span = tracing::info_span!("connect", role = "dial", peer = %peer.id, generation);
                 tokio::select! {
                     biased;
                     () = shared.stopping() => return,
-                    () = dial_once(shared, peer, &hello, &addrs).instrument(span) => {}
+                    () = dial_once(shared, peer, &hello, &addrs, until).instrument(span) => {}
                 }
             }
         }
@@ -66,6 +67,7 @@ fn next_step<F: Fabric>(shared: &Arc<Shared<F>>, peer: &Arc<Peer<F>>) -> Step {
         let step = decide_step(shared, peer, &mut state, &mut effects);
         if matches!(step, Step::Done) {
             state.dialer = false;
+            state.wanted_since = None;
         }
         step
     };
@@ -89,6 +91,7 @@ fn decide_step<F: Fabric>(
     }
     let Some(address) = &state.address else { return Step::Done };
     let addrs = address.bootstrap.clone();
+    let wanted_since = *state.wanted_since.get_or_insert(shared.now());
     state.exchange.begin_epoch();
     match state.exchange.start_dial(shared.now()) {
         DialStart::Go { generation, echoed, target } => {
@@ -99,7 +102,10 @@ fn decide_step<F: Fabric>(
             }
             let to = Addressee { instance: peer.id, incarnation: target, generation: echoed };
             match &state.epoch {
-                Some(epoch) => Step::Dial(Box::new(shared.offer(epoch, &to)), addrs),
+                Some(epoch) => {
+                    let until = dial_until(shared.now(), wanted_since, shared.config.bootstrap.deadline);
+                    Step::Dial(Box::new(shared.offer(epoch, &to)), addrs, until)
+                }
                 None => Step::Done,
             }
         }
@@ -110,10 +116,22 @@ fn decide_step<F: Fabric>(
     }
 }
 
-async fn dial_once<F: Fabric>(shared: &Arc<Shared<F>>, peer: &Arc<Peer<F>>, hello: &Offer, addrs: &[SocketAddr]) {
+/// The end of a dial that begins now. What its first frame has waited in the back-off counts, so that a frame to a dead
+/// peer has its end after `deadline` and not after both; but the last half of it is the dial's own in any case.
+fn dial_until(now: Instant, wanted_since: Instant, deadline: Duration) -> Instant {
+    (wanted_since + deadline).max(now + deadline / 2)
+}
+
+async fn dial_once<F: Fabric>(
+    shared: &Arc<Shared<F>>,
+    peer: &Arc<Peer<F>>,
+    hello: &Offer,
+    addrs: &[SocketAddr],
+    until: Instant,
+) {
     shared.counters.dials.add(1);
     tracing::debug!(?addrs, "dialing");
-    match dial_any(shared, hello, addrs).await {
+    match dial_any(shared, hello, addrs, until).await {
         Ok(dialed) => {
             if let Err(refusal) = check_reply(hello, &dialed.reply) {
                 dial_failed(shared, peer, EpochEnd::Refused(refusal));
@@ -125,17 +143,22 @@ async fn dial_once<F: Fabric>(shared: &Arc<Shared<F>>, peer: &Arc<Peer<F>>, hell
     }
 }
 
-/// The first address that takes the connection.
+/// The first address that takes the connection. All of them share one deadline.
 async fn dial_any<F: Fabric>(
     shared: &Arc<Shared<F>>,
     hello: &Offer,
     addrs: &[SocketAddr],
+    until: Instant,
 ) -> Result<Dialed<StreamOf<F>>, DialError> {
     let mut rest = addrs.iter();
     loop {
+        let left = until.saturating_duration_since(shared.now()).as_millis();
+        // In whole hundredths of a second, as it stands in the error's text.
+        let deadline = Duration::from_millis(u64::try_from(left).unwrap_or(u64::MAX).div_ceil(10).saturating_mul(10));
+        let config = verbs_bootstrap::Config { deadline, ..shared.config.bootstrap.clone() };
         // An endpoint has at least one address; the placeholder is refused like any other dead one.
         let addr = rest.next().copied().unwrap_or_else(|| SocketAddr::from(([127, 0, 0, 1], 0)));
-        match verbs_bootstrap::dial(shared.fabric.net(), addr, hello, &shared.config.bootstrap).await {
+        match verbs_bootstrap::dial(shared.fabric.net(), addr, hello, &config).await {
             Err(DialError::Connect { .. }) if rest.len() > 0 => {}
             other => return other,
         }
@@ -143,6 +166,10 @@ async fn dial_any<F: Fabric>(
 }
 
 fn check_reply(hello: &Offer, reply: &Offer) -> Result<(), Refusal> {
+    if reply.plane != Plane::Messaging {
+        let detail = format!("the answer to a messaging hello is of the {} plane", reply.plane);
+        return Err(Refusal { status: Status::BadOffer, detail });
+    }
     check_offer(reply)?;
     match cannot_meet(&hello.port, &reply.port) {
         Some(detail) => Err(Refusal { status: Status::NoRoute, detail }),

@@ -25,7 +25,7 @@ use crate::{
     SendError,
     fabric::Fabric,
     proto::{
-        frame::MessageType,
+        frame::{Lane, MessageType},
         link::{Frame, SendErrorHandler},
     },
 };
@@ -119,6 +119,7 @@ impl<F: Fabric> Shared<F> {
         self.counters.drain_rejected.add(1);
         let frame = Frame {
             kind: MessageType::ShuttingDown,
+            lane: Lane::Application,
             header,
             payload: Bytes::new(),
             on_error: self.nobody.get_or_init(|| Arc::new(Nobody)).clone(),

@@ -7,7 +7,7 @@ use verbs_bootstrap::{DialError, Gid, InstanceId, PortIdentity, Refusal};
 use super::config::ConfigError;
 use crate::{
     fabric::{ConnectQpError, CreateQpError, FabricError, PostError, WcStatus},
-    proto::{link::LinkError, receive_share::SharesExhausted},
+    proto::{frame::Lane, link::LinkError, receive_share::SharesExhausted},
 };
 
 /// Why a frame is not known to have been delivered.
@@ -38,6 +38,24 @@ pub enum SendError {
         peer: InstanceId,
         /// Why it ended.
         cause: Arc<EpochEnd>,
+    },
+    /// The frame is for a layer above the messages, and the peer has none attached.
+    #[error("{peer} has no layer for {} frames: nothing is attached to its worker", .lane.name())]
+    NoSuchLane {
+        /// Who.
+        peer: InstanceId,
+        /// Of the frame.
+        lane: Lane,
+    },
+    /// The payload was staged for the peer to pull, and it has not done so. It was not delivered.
+    #[error("the payload of {bytes} bytes was staged for {peer}, which {why}")]
+    NotPulled {
+        /// Who.
+        peer: InstanceId,
+        /// Bytes of the payload.
+        bytes: u64,
+        /// What it did instead.
+        why: &'static str,
     },
     /// This worker is shutting down.
     #[error("shutting down")]

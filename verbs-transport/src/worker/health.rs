@@ -21,26 +21,27 @@ use super::{
 use crate::fabric::{Fabric, FabricQp};
 
 impl<F: Fabric> Shared<F> {
-    /// One look at every peer; the driver comes back as long as any of them owes something.
-    pub(super) fn look_after_peers(self: &Arc<Self>, effects: &mut Effects) {
-        self.take_unsettled_note();
+    /// One look at every peer; the driver comes back as long as any of them owes something. `peers` is its room for them.
+    pub(super) fn look_after_peers(self: &Arc<Self>, peers: &mut Vec<Arc<Peer<F>>>, effects: &mut Effects) {
+        self.unsettled.take();
         let now = self.now();
         let mut again = false;
-        for peer in self.all_peers() {
+        self.append_peers(peers);
+        for peer in peers.drain(..) {
             again |= self.look_after(&peer, now, effects);
         }
         if again {
-            self.note_unsettled_quietly();
+            self.unsettled.note_quietly();
         }
     }
 
     /// Whether this peer needs another look.
     fn look_after(self: &Arc<Self>, peer: &Arc<Peer<F>>, now: Instant, effects: &mut Effects) -> bool {
         let mut state = peer.lock();
-        state.trim();
+        let busy = state.trim();
         let expired = state.expire_gate(now, self.config.admission_deadline, effects);
         self.counters.admissions_expired.add(expired);
-        let waiting = state.has_waiting();
+        let waiting = state.has_waiting() || busy;
         match judge(&mut state, now, self.config.health_deadline) {
             Look::Settled => return waiting,
             Look::Moving => {}

@@ -10,7 +10,7 @@ use tokio::sync::{Notify, mpsc};
 use verbs_bootstrap::InstanceId;
 
 use super::backlog::{self, Wake};
-use crate::proto::frame::MessageType;
+use crate::proto::frame::{Lane, MessageType};
 
 /// One frame from a peer.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -19,6 +19,8 @@ pub struct Received {
     pub peer: InstanceId,
     /// As what it was sent.
     pub kind: MessageType,
+    /// [`Lane::Application`], or [`Lane::Indirect`] where a layer is attached that understands it.
+    pub lane: Lane,
     /// The header as it was given to send.
     pub header: Bytes,
     /// The payload as it was given to send.
@@ -32,6 +34,8 @@ pub struct Borrowed<'a> {
     pub peer: InstanceId,
     /// As what it was sent.
     pub kind: MessageType,
+    /// [`Lane::Application`], or [`Lane::Indirect`] where a layer is attached that understands it.
+    pub lane: Lane,
     /// The header as it was given to send.
     pub header: &'a [u8],
     /// The payload as it was given to send.

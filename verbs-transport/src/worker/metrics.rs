@@ -53,8 +53,13 @@ const COUNTS: &[Count] = &[
     ("verbs_credit_stall_microseconds_total", &[], |s| {
         u64::try_from(s.links.credit_stalled.as_micros()).unwrap_or(u64::MAX)
     }),
+    ("verbs_zero_copy_frames_total", &[("result", "lent")], |s| s.frames_lent),
+    ("verbs_zero_copy_frames_total", &[("result", "copied")], |s| s.lend_refused),
     ("verbs_inbound_withheld_total", &[], |s| s.withheld),
     ("verbs_undelivered_bytes_total", &[], |s| s.undelivered_bytes),
+    ("verbs_service_frames_total", &[("direction", "sent")], |s| s.service_sent),
+    ("verbs_service_frames_total", &[("direction", "received")], |s| s.service_received),
+    ("verbs_lane_dropped_total", &[], |s| s.lane_dropped),
     ("verbs_echoes_dropped_total", &[], |s| s.echoes_dropped),
     ("verbs_srq_low_total", &[], |s| s.srq_low),
     ("verbs_pings_total", &[("result", "sent")], |s| s.links.pings),
@@ -79,6 +84,7 @@ const NOW: &[Now] = &[
     ("verbs_qps", |s| s.qps as u64),
     ("verbs_receives_promised", |s| s.receives_promised.into()),
     ("verbs_send_slabs_free", |s| s.send_slabs_free as u64),
+    ("verbs_receive_slabs_lent", |s| s.receive_slabs_lent.into()),
     ("verbs_inbound_backlog_bytes", |s| s.inbound_backlog_bytes as u64),
 ];
 
@@ -95,8 +101,11 @@ const SERIES: &[(Kind, &str, Unit, &str)] = &[
     (Kind::Counter, "verbs_credits_received_total", Unit::Count, "Credits that peers gave back"),
     (Kind::Counter, "verbs_credit_stalls_total", Unit::Count, "Times that a frame waited for a credit"),
     (Kind::Counter, "verbs_credit_stall_microseconds_total", Unit::Microseconds, "How long frames waited for a credit"),
+    (Kind::Counter, "verbs_zero_copy_frames_total", Unit::Count, "Frames lent in their slab, or copied at the cap"),
     (Kind::Counter, "verbs_inbound_withheld_total", Unit::Count, "Times that credits were held back from senders"),
     (Kind::Counter, "verbs_undelivered_bytes_total", Unit::Bytes, "Bytes that arrived for a dropped stream"),
+    (Kind::Counter, "verbs_service_frames_total", Unit::Count, "Frames of the layer above by direction"),
+    (Kind::Counter, "verbs_lane_dropped_total", Unit::Count, "Frames that arrived for a layer that is not attached"),
     (Kind::Counter, "verbs_echoes_dropped_total", Unit::Count, "Drain rejections whose echo found no room"),
     (Kind::Counter, "verbs_srq_low_total", Unit::Count, "Times that the SRQ fell below its low watermark"),
     (Kind::Counter, "verbs_rnr_naks_total", Unit::Count, "RNR NAKs of the whole port by direction"),
@@ -122,6 +131,7 @@ const SERIES: &[(Kind, &str, Unit, &str)] = &[
     (Kind::Gauge, "verbs_qps", Unit::Count, "QPs that exist"),
     (Kind::Gauge, "verbs_receives_promised", Unit::Count, "Receives promised to connections"),
     (Kind::Gauge, "verbs_send_slabs_free", Unit::Count, "Send slabs in the pool"),
+    (Kind::Gauge, "verbs_receive_slabs_lent", Unit::Count, "Receive slabs that the application holds"),
     (Kind::Gauge, "verbs_inbound_backlog_bytes", Unit::Bytes, "Bytes received that the application has not taken"),
     (Kind::Gauge, "verbs_bootstrap_pending", Unit::Count, "TCP connections without a whole hello, or waiting"),
     (Kind::Gauge, "verbs_bootstrap_in_progress", Unit::Count, "Exchanges between hello and READY"),

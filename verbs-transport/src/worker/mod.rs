@@ -3,8 +3,6 @@
 mod accept;
 mod admission;
 mod backlog;
-#[cfg(test)]
-mod backlog_loom;
 mod config;
 mod connect;
 mod describe;
@@ -15,6 +13,10 @@ mod error;
 mod evict;
 mod health;
 mod inbound;
+mod layer;
+mod lending;
+#[cfg(test)]
+mod lock_free_loom;
 mod metrics;
 mod news;
 mod outbox;
@@ -23,6 +25,7 @@ mod poll;
 mod shared;
 mod stats;
 mod sync;
+mod unsettled;
 
 use std::{
     fmt,
@@ -45,6 +48,7 @@ pub use describe::PeerDescription;
 pub use drain::{DrainFlag, DrainPolicy, InFlightGuard};
 pub use error::{ConnectError, EpochEnd, HealthError, RegisterError, SendError, StartError};
 pub use inbound::{Borrowed, Handler, Inbound, Received, Stream};
+pub use layer::{AttachError, BulkAcceptor, FEATURE_RMA, PeerFacts, PeerObserver, PeerRun, ServiceHandler, WeakWorker};
 pub use metrics::describe_metrics;
 pub use stats::{FlowStats, Stats};
 
@@ -58,7 +62,7 @@ use self::{
 use crate::{
     fabric::{Fabric, FabricError, RecvSlab},
     proto::{
-        frame::MessageType,
+        frame::{Lane, MessageType},
         link::{Frame, SendErrorHandler},
     },
 };
@@ -162,7 +166,7 @@ impl<F: Fabric> Worker<F> {
     async fn start_parts(&self, sink: Sink) -> Result<(), StartError> {
         let shared = self.shared();
         shared.set_runtime(Handle::current());
-        shared.set_driver(Driver::new(sink));
+        shared.set_driver(Driver::new(sink, &shared.config));
         let mut receives = std::mem::take(&mut *lock(&self.owner.receives));
         shared
             .fabric
@@ -207,7 +211,12 @@ impl<F: Fabric> Worker<F> {
         let shared = self.shared().clone();
         let runtime = Handle::current();
         Ok(match progress {
-            Progress::Manual => None,
+            Progress::Manual => {
+                // Ties the device's event fd to this runtime's reactor now: later calls come from any thread.
+                poll::take_async_events(&shared, &mut shared.driver())
+                    .map_err(|error| StartError::Device { what: error.what, source: error.source })?;
+                None
+            }
             Progress::Event | Progress::SpinThenPark { .. } => {
                 Some(Polling::Task(runtime.spawn(poll::run_task(shared, poll::spin_of(progress)))))
             }
@@ -343,8 +352,11 @@ impl<F: Fabric> Worker<F> {
         kind: MessageType,
         on_error: Arc<dyn SendErrorHandler>,
     ) -> SendOutcome {
+        self.send_frame(peer, Frame { kind, lane: Lane::Application, header, payload, on_error })
+    }
+
+    fn send_frame(&self, peer: InstanceId, frame: Frame) -> SendOutcome {
         let shared = self.shared();
-        let frame = Frame { kind, header, payload, on_error };
         if shared.life() == Life::New {
             return shared.reject(frame, SendError::NotStarted);
         }
@@ -400,21 +412,23 @@ impl<F: Fabric> Worker<F> {
     /// completions; 0 means that nothing is to be done now, or that another thread is polling, or that this is called
     /// from within a handler.
     ///
+    /// The first call that finds nothing and every sixteenth from then on also see to deadlines and to the device's
+    /// events: they take ten times as long as the others.
+    ///
     /// # Errors
     ///
     /// The device is lost: all connections have ended.
     pub fn progress(&self) -> Result<usize, FabricError> {
         let shared = self.shared();
         let Some(mut driver) = shared.idle_driver() else { return Ok(0) };
-        let polled = driver.progress(shared).and_then(|polled| {
-            // In the other modes the events are the driver's own, and it is woken for them.
-            if polled == 0 && shared.config.progress == Progress::Manual {
-                poll::take_async_events(shared, &mut driver)?;
-            }
-            Ok(polled)
-        });
-        if !matches!(polled, Ok(1..)) {
+        let mut polled = driver.progress(shared);
+        // Of a device that is lost, what is in flight ends by the clock.
+        if polled.as_ref().map_or(true, |polled| driver.chores_are_due(*polled)) {
             driver.timers(shared);
+            // In the other modes the events are the driver's own, and it is woken for them.
+            if shared.config.progress == Progress::Manual {
+                polled = polled.and_then(|polled| poll::take_async_events(shared, &mut driver).map(|()| polled));
+            }
         }
         drop(driver);
         polled.inspect_err(|error| shared.on_device_lost(error))
@@ -506,6 +520,7 @@ impl<F: Fabric> Owner<F> {
             return None;
         }
         let listener = lock(&self.running).listener.take();
+        shared.layers.tell(PeerObserver::on_shutdown);
         shared.tell_stopping();
         shared.end_all(&Arc::new(EpochEnd::ShuttingDown));
         listener

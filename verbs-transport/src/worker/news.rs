@@ -36,7 +36,7 @@ impl Path {
             gid: local.gid,
             gid_index: local.gid_index,
             remote_gid: remote.port.gid,
-            remote_qpn: remote.messaging.qpn,
+            remote_qpn: remote.qp.qpn,
             mtu_bytes: local.mtu.min(remote.port.mtu).bytes(),
             inline_bytes: qp.caps().inline_bytes,
             window: remote.window_slabs,

@@ -27,13 +27,13 @@ pub(crate) struct Batch<'a, F: Fabric> {
     fabric: &'a F,
     slabs: &'a ArrayQueue<SendSlab>,
     entries: ArrayVec<Entry, POST_BATCH>,
-    arena: [u8; INLINE_ARENA_BYTES],
-    used: usize,
+    /// Not a plain array: zeroing it would cost each batch more than a message does.
+    arena: ArrayVec<u8, INLINE_ARENA_BYTES>,
 }
 
 impl<'a, F: Fabric> Batch<'a, F> {
     pub(crate) fn new(fabric: &'a F, slabs: &'a ArrayQueue<SendSlab>) -> Self {
-        Self { fabric, slabs, entries: ArrayVec::new(), arena: [0; INLINE_ARENA_BYTES], used: 0 }
+        Self { fabric, slabs, entries: ArrayVec::new(), arena: ArrayVec::new() }
     }
 
     /// Posts the batch. On an error names the first WR that the device did not take.
@@ -41,30 +41,29 @@ impl<'a, F: Fabric> Batch<'a, F> {
         if self.entries.is_empty() {
             return Ok(());
         }
-        let wrs: ArrayVec<SendWr<'_>, POST_BATCH> = self
-            .entries
-            .iter()
-            .map(|entry| {
-                let data = match entry.bytes {
-                    Bytes::Inline { from, to } => SendData::Inline(&self.arena[usize::from(from)..usize::from(to)]),
-                    Bytes::Slab { len } => {
-                        let slab = link.slab(entry.seq).expect("the WR's slab is in the in-flight table");
-                        SendData::Slab { slab, len }
-                    }
-                };
-                SendWr { seq: entry.seq, signaled: entry.signaled, data }
-            })
-            .collect();
+        // Filled where it is: `collect` would move all of its room, used or not.
+        let mut wrs = ArrayVec::<SendWr<'_>, POST_BATCH>::new();
+        for entry in &self.entries {
+            let data = match entry.bytes {
+                Bytes::Inline { from, to } => SendData::Inline(&self.arena[usize::from(from)..usize::from(to)]),
+                Bytes::Slab { len } => {
+                    let slab = link.slab(entry.seq).expect("the WR's slab is in the in-flight table");
+                    SendData::Slab { slab, len }
+                }
+            };
+            wrs.push(SendWr { seq: entry.seq, signaled: entry.signaled, data });
+        }
         let result = qp.post(&wrs);
         let refused = result.map_err(|error| (wrs[error.posted.min(wrs.len() - 1)].seq, error));
         drop(wrs);
         self.entries.clear();
-        self.used = 0;
+        self.arena.clear();
         refused
     }
 }
 
 impl<F: Fabric> Outbox for Batch<'_, F> {
+    #[inline]
     fn has_room(&self) -> bool {
         !self.entries.is_full()
     }
@@ -77,20 +76,22 @@ impl<F: Fabric> Outbox for Batch<'_, F> {
         self.slabs.len() <= self.slabs.capacity() / 2
     }
 
+    #[inline]
     fn reserve_inline(&mut self, bytes: usize) -> bool {
-        self.used + bytes <= INLINE_ARENA_BYTES
+        bytes <= self.arena.remaining_capacity()
     }
 
+    #[inline]
     fn push_inline(&mut self, seq: WrSeq, signaled: bool, parts: [&[u8]; 3]) {
-        let from = self.used;
+        let from = self.arena.len();
         for part in parts {
-            let to = self.used + part.len();
-            self.arena[self.used..to].copy_from_slice(part);
-            self.used = to;
+            if !part.is_empty() {
+                self.arena.try_extend_from_slice(part).expect("room was reserved");
+            }
         }
         // The arena is 1 KiB long.
         #[expect(clippy::cast_possible_truncation, reason = "INLINE_ARENA_BYTES fits in 16 bits")]
-        let bytes = Bytes::Inline { from: from as u16, to: self.used as u16 };
+        let bytes = Bytes::Inline { from: from as u16, to: self.arena.len() as u16 };
         self.entries.push(Entry { seq, signaled, bytes });
     }
 

@@ -7,24 +7,27 @@ use std::{
     time::{Duration, Instant},
 };
 
+use arrayvec::ArrayVec;
 use tokio::{
     sync::{Notify, oneshot, watch},
     task::AbortHandle,
 };
-use verbs_bootstrap::{Endpoint, Exchange, Generation, InstanceId, Offer, PortIdentity, Psn};
+use verbs_bootstrap::{Endpoint, Exchange, Generation, Incarnation, InstanceId, Offer, PortIdentity, Psn};
 
 use super::{
     admission::{Admission, AdmissionError, CancelGate, SendOutcome, Ticket, contain},
     error::{ConnectError, EpochEnd, SendError},
+    layer::{FEATURE_RMA, PeerRun},
     news::News,
-    outbox::Batch,
+    outbox::{Batch, INLINE_ARENA_BYTES},
     shared::Shared,
 };
 use crate::{
-    fabric::{Fabric, FabricQp, SendData, SendWr, WrSeq},
+    fabric::{Fabric, FabricQp, PostError, SendData, SendWr, WrSeq},
     proto::{
+        frame::Lane,
         link::{Filled, Frame, InFlight, Link, LinkMark},
-        send_queue::Ended,
+        send_queue::{Ended, Posting},
     },
 };
 
@@ -42,9 +45,13 @@ pub(crate) struct PeerState<F: Fabric> {
     /// The channel: frames accepted, not posted in full.
     pub(crate) queue: VecDeque<Frame>,
     gate: VecDeque<Gated>,
+    /// Looks of the driver until the memory of the last burst is given back.
+    looks_to_trim: u8,
     pub(crate) epoch: Option<Epoch<F>>,
     /// A task is dialing, or waits to.
     pub(crate) dialer: bool,
+    /// Since when somebody has waited for the connection that is not up: the age of the oldest frame or caller.
+    pub(crate) wanted_since: Option<Instant>,
     pub(crate) connect_waiters: Vec<oneshot::Sender<Result<(), ConnectError>>>,
     /// Why the last epoch ended, until another one is proven or the peer is registered anew.
     pub(crate) last_end: Option<Arc<EpochEnd>>,
@@ -110,6 +117,8 @@ enum Effect {
     Failed(Frame, SendError),
     Connected(oneshot::Sender<Result<(), ConnectError>>, Result<(), ConnectError>),
     Tell(Box<News>),
+    Joined(InstanceId, Box<PeerRun>),
+    Left(InstanceId, Option<Incarnation>, Arc<EpochEnd>),
 }
 
 impl Effects {
@@ -136,6 +145,15 @@ impl Effects {
 
     /// Runs them. No lock of ours may be held.
     pub(crate) fn run<F: Fabric>(self, shared: &Shared<F>) {
+        // Nearly always.
+        if self.0.is_empty() {
+            return;
+        }
+        self.run_some(shared);
+    }
+
+    #[cold]
+    fn run_some<F: Fabric>(self, shared: &Shared<F>) {
         for effect in self.0 {
             match effect {
                 Effect::Resolve(ticket, result) => {
@@ -149,6 +167,10 @@ impl Effects {
                 // A waiter that gave up is no fault.
                 Effect::Connected(waiter, result) => drop(waiter.send(result)),
                 Effect::Tell(news) => news.tell(),
+                Effect::Joined(peer, run) => shared.layers.tell(|observer| observer.on_connected(peer, &run)),
+                Effect::Left(peer, run, cause) => {
+                    shared.layers.tell(|observer| observer.on_ended(peer, run, &cause));
+                }
             }
         }
     }
@@ -167,8 +189,10 @@ impl<F: Fabric> Peer<F> {
             exchange,
             queue: VecDeque::new(),
             gate: VecDeque::new(),
+            looks_to_trim: 0,
             epoch: None,
             dialer: false,
+            wanted_since: None,
             connect_waiters: Vec::new(),
             last_end: None,
             forgotten: false,
@@ -199,7 +223,20 @@ impl<F: Fabric> Peer<F> {
             drop(state);
             return shared.reject(frame, error);
         }
-        shared.counters.sent.add(frame.kind, frame.body_bytes());
+        if frame.lane == Lane::Service {
+            shared.counters.service_sent.add(1);
+        } else {
+            shared.counters.sent.add(frame.kind, frame.body_bytes());
+        }
+        let frame = match self.send_short(&mut state, shared, frame, &mut effects) {
+            Ok(()) => {
+                drop(state);
+                effects.run(shared);
+                return SendOutcome::Admitted;
+            }
+            Err(frame) => frame,
+        };
+        state.looks_to_trim = LOOKS_TO_TRIM;
         let outcome = if state.gate.is_empty() && state.queue.len() < shared.config.channel_frames {
             state.queue.push_back(frame);
             SendOutcome::Admitted
@@ -207,7 +244,7 @@ impl<F: Fabric> Peer<F> {
             shared.counters.pended.add(1);
             let ticket = Arc::<Ticket>::default();
             state.gate.push_back(Gated { frame, ticket: ticket.clone(), since: shared.now() });
-            shared.note_unsettled();
+            shared.unsettled.note();
             SendOutcome::Pending(Admission::new(ticket, Arc::new(Gate { peer: Arc::downgrade(self) })))
         };
         if state.epoch.as_ref().is_some_and(|epoch| epoch.link.is_some()) {
@@ -221,6 +258,59 @@ impl<F: Fabric> Peer<F> {
         outcome
     }
 
+    /// The short way of a short frame that finds nothing waiting, a WR and a credit: copied once, posted, in flight. Gives
+    /// it back when it has to go the long way.
+    #[inline]
+    fn send_short(
+        &self,
+        state: &mut PeerState<F>,
+        shared: &Shared<F>,
+        frame: Frame,
+        effects: &mut Effects,
+    ) -> Result<(), Frame> {
+        let PeerState { epoch, queue, gate, .. } = state;
+        let Some(Epoch { link: Some(link), qp, proof_told: true, .. }) = epoch else { return Err(frame) };
+        if !queue.is_empty() || !gate.is_empty() {
+            return Err(frame);
+        }
+        link.set_withhold(shared.is_withholding());
+        if !link.may_send_now(frame.body_bytes()) {
+            return Err(frame);
+        }
+        let head = link.head_now(&frame);
+        let mut bytes = ArrayVec::<u8, INLINE_ARENA_BYTES>::new();
+        for part in [&head[..], &frame.header, &frame.payload] {
+            if !part.is_empty() {
+                bytes.try_extend_from_slice(part).expect("it is shorter than the longest inline SEND");
+            }
+        }
+        let Posting { seq, signaled } = link.sent_now(frame);
+        match qp.post(&[SendWr { seq, signaled, data: SendData::Inline(&bytes) }]) {
+            Ok(()) => shared.unsettled.note(),
+            Err(error) => self.on_refused(state, shared, seq, error, effects),
+        }
+        Ok(())
+    }
+
+    /// The device took no WR from `refused` on: those before it are live and will be flushed, the others fail now.
+    #[cold]
+    fn on_refused(
+        &self,
+        state: &mut PeerState<F>,
+        shared: &Shared<F>,
+        refused: WrSeq,
+        error: PostError,
+        effects: &mut Effects,
+    ) {
+        let Some(Epoch { link: Some(link), generation, .. }) = &mut state.epoch else { return };
+        let (generation, cause) = (*generation, Arc::new(EpochEnd::Post(error)));
+        let taken_back: Vec<InFlight> = link.take_back(refused).collect();
+        for op in taken_back {
+            shared.retire_op(self.id, op, Ended::Failed, &cause, effects);
+        }
+        self.end_epoch(state, shared, generation, &cause, effects);
+    }
+
     /// Posts what may be posted and lets frames move up from the gate.
     pub(crate) fn pump(self: &Arc<Self>, state: &mut PeerState<F>, shared: &Shared<F>, effects: &mut Effects) {
         let PeerState { epoch, queue, gate, exchange, connect_waiters, starved, last_end, .. } = state;
@@ -232,25 +322,26 @@ impl<F: Fabric> Peer<F> {
             exchange.on_proven(epoch.generation);
             shared.counters.connections_made.add(1);
             let (local, remote) = (epoch.local, epoch.remote.as_ref());
+            if let Some(remote) = epoch.remote.as_ref().filter(|_| shared.layers.is_watched()) {
+                effects.0.push(Effect::Joined(self.id, Box::new(shared.run_of(remote))));
+            }
             effects.tell(News::connected(self.id, epoch.generation, &*epoch.qp, epoch.psn, local, remote));
             for waiter in connect_waiters.drain(..) {
                 effects.connected(waiter, Ok(()));
             }
         }
         link.set_withhold(shared.is_withholding());
+        if queue.is_empty() && gate.is_empty() && !link.has_control_due() {
+            if !link.is_settled() {
+                shared.unsettled.note();
+            }
+            return;
+        }
         let mut batch = Batch::new(&shared.fabric, &shared.send_slabs);
         loop {
             let filled = link.fill(|| shared.now(), queue, &mut batch);
             if let Err((refused, error)) = batch.post(&epoch.qp, link) {
-                // Those before it are live and will be flushed; those from it on were never posted.
-                let cause = Arc::new(EpochEnd::Post(error));
-                let taken_back: Vec<InFlight> = link.take_back(refused).collect();
-                for op in taken_back {
-                    shared.retire_op(self.id, op, Ended::Failed, &cause, effects);
-                }
-                let generation = epoch.generation;
-                self.end_epoch(state, shared, generation, &cause, effects);
-                return;
+                return self.on_refused(state, shared, refused, error, effects);
             }
             let mut moved = false;
             while queue.len() < shared.config.channel_frames {
@@ -272,7 +363,7 @@ impl<F: Fabric> Peer<F> {
             }
         }
         if !link.is_settled() || !queue.is_empty() {
-            shared.note_unsettled();
+            shared.unsettled.note();
         }
     }
 
@@ -307,6 +398,11 @@ impl<F: Fabric> Peer<F> {
         if !of_all || state.epoch.is_some() || state.has_waiting() || !state.connect_waiters.is_empty() {
             shared.counters.end(cause);
             effects.tell(News::ended(self.id, state.epoch.as_ref(), cause.clone()));
+            if shared.layers.is_watched() {
+                let remote = state.epoch.as_ref().and_then(|epoch| epoch.remote.as_ref());
+                let run = remote.map(|remote| remote.from_incarnation);
+                effects.0.push(Effect::Left(self.id, run, cause.clone()));
+            }
         }
         if let Some(epoch) = state.epoch.take() {
             let Epoch { qp, mut link, rx_window, lives, .. } = epoch;
@@ -325,6 +421,7 @@ impl<F: Fabric> Peer<F> {
             shared.retire(Retired { peer: self.id, qp, link, cause: cause.clone(), rx_window, since });
         }
         state.last_end = Some(cause.clone());
+        state.wanted_since = None;
         let stopping = matches!(**cause, EpochEnd::ShuttingDown);
         for frame in state.queue.drain(..) {
             let error = if stopping {
@@ -404,6 +501,8 @@ impl<F: Fabric> Shared<F> {
 
 /// Frames that an idle peer's channel and gate keep room for; what a burst took beyond it is given back.
 const IDLE_FRAMES: usize = 16;
+/// With looks every 10 ms, a second.
+const LOOKS_TO_TRIM: u8 = 100;
 
 impl<F: Fabric> PeerState<F> {
     /// Whether a frame may enter the gate.
@@ -411,23 +510,39 @@ impl<F: Fabric> PeerState<F> {
         if shared.is_stopping() {
             return Err(SendError::ShuttingDown);
         }
-        if self.address.is_none() {
+        let answers = frame.lane == Lane::Service && self.epoch.as_ref().is_some_and(|epoch| epoch.link.is_some());
+        if self.address.is_none() && !answers {
             return Err(SendError::PeerNotRegistered { peer });
         }
         let remote = self.epoch.as_ref().and_then(|epoch| epoch.remote.as_ref());
         let theirs = remote.map_or(u32::MAX, |remote| remote.eager_max_bytes);
         let (bytes, max) = (frame.body_bytes(), theirs.min(shared.config.eager_max_bytes) as usize);
-        if bytes > max { Err(SendError::TooLarge { bytes, max }) } else { Ok(()) }
+        if bytes > max {
+            return Err(SendError::TooLarge { bytes, max });
+        }
+        if frame.lane != Lane::Application && remote.is_some_and(|remote| remote.features & FEATURE_RMA == 0) {
+            return Err(SendError::NoSuchLane { peer, lane: frame.lane });
+        }
+        Ok(())
     }
 
-    /// Gives back the memory of a burst that is over.
-    pub(crate) fn trim(&mut self) {
+    /// Gives back the memory of bursts when none has come for a while: not at once, or the next one would allocate it anew.
+    /// Whether there is to be another look for that.
+    pub(crate) fn trim(&mut self) -> bool {
+        if self.queue.capacity().max(self.gate.capacity()) <= IDLE_FRAMES {
+            return false;
+        }
+        if self.looks_to_trim > 0 {
+            self.looks_to_trim -= 1;
+            return true;
+        }
         if self.queue.is_empty() && self.queue.capacity() > IDLE_FRAMES {
             self.queue.shrink_to(IDLE_FRAMES);
         }
         if self.gate.is_empty() && self.gate.capacity() > IDLE_FRAMES {
             self.gate.shrink_to(IDLE_FRAMES);
         }
+        false
     }
 
     /// Fails the admissions that have waited for too long. Frames wait in order, so the oldest are in front.
@@ -454,20 +569,37 @@ impl<F: Fabric> PeerState<F> {
         room
     }
 
+    /// Whether [`Peer::pump`] would do something; if not, leaves the note that it would leave.
+    #[inline]
+    pub(crate) fn wants_pump(&self, shared: &Shared<F>) -> bool {
+        let Some(Epoch { link: Some(link), proof_told, .. }) = &self.epoch else { return false };
+        let wants = self.has_waiting() || link.has_control_due() || (link.is_proven() && !proof_told);
+        if !wants && !link.is_settled() {
+            shared.unsettled.note();
+        }
+        wants
+    }
+
     /// Whether frames wait in the channel or the gate.
     pub(crate) fn has_waiting(&self) -> bool {
         !self.queue.is_empty() || !self.gate.is_empty()
     }
 
-    /// Fails the admissions of frames in the gate above `max` bytes.
-    pub(crate) fn fail_oversized_in_gate(&mut self, max: usize, effects: &mut Effects) {
+    /// Fails the admissions of frames in the gate above `max` bytes, and of those for a layer that the peer lacks.
+    pub(crate) fn fail_unfit_in_gate(&mut self, max: usize, has_layer: bool, effects: &mut Effects) {
         let mut at = 0;
         while at < self.gate.len() {
-            let bytes = self.gate[at].frame.body_bytes();
-            if bytes <= max {
+            let (bytes, lane) = (self.gate[at].frame.body_bytes(), self.gate[at].frame.lane);
+            let error = if bytes > max {
+                AdmissionError::TooLarge { bytes, max }
+            } else if lane != Lane::Application && !has_layer {
+                AdmissionError::NoSuchLane { lane }
+            } else {
                 at += 1;
-            } else if let Some(Gated { ticket, .. }) = self.gate.remove(at) {
-                effects.resolve(ticket, Err(AdmissionError::TooLarge { bytes, max }));
+                continue;
+            };
+            if let Some(Gated { ticket, .. }) = self.gate.remove(at) {
+                effects.resolve(ticket, Err(error));
             }
         }
     }

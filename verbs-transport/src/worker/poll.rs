@@ -85,7 +85,6 @@ async fn spin_while_busy<F: Fabric>(shared: &Arc<Shared<F>>, spin: Duration) -> 
             } else if last.elapsed() >= spin {
                 return Ok(());
             }
-            std::hint::spin_loop();
         }
         tokio::task::yield_now().await;
     }
@@ -102,13 +101,10 @@ pub(crate) fn take_async_events<F: Fabric>(shared: &Arc<Shared<F>>, driver: &mut
 
 /// The driver's thread in [`Progress::BusyPoll`].
 pub(crate) fn run_thread<F: Fabric>(shared: &Arc<Shared<F>>) {
-    let mut idle = 0u32;
     loop {
         let mut driver = shared.driver();
         let step = driver.progress(shared).and_then(|polled| {
-            // The clock is read only now and then, and when there is nothing else to do.
-            idle = if polled == 0 { idle.wrapping_add(1) } else { 0 };
-            if idle % 64 == 1 || shared.is_stopping() {
+            if driver.chores_are_due(polled) || shared.is_stopping() {
                 driver.timers(shared);
                 take_async_events(shared, &mut driver)?;
             }
@@ -122,10 +118,11 @@ pub(crate) fn run_thread<F: Fabric>(shared: &Arc<Shared<F>>) {
                 std::thread::sleep(QUIET_BEFORE_DESTROY / 4);
             }
         }
+        // Without a pause: a poll that finds nothing takes long enough for a sibling thread of the core, and a pause takes
+        // as long as the poll, or an exit to the emulator in a virtual machine that is emulated.
         if shared.driver_may_stop() {
             return;
         }
-        std::hint::spin_loop();
     }
 }
 

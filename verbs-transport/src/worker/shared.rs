@@ -5,28 +5,32 @@ use std::{
     future::Future,
     sync::{
         Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, TryLockError,
-        atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering},
+        atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering},
     },
     time::Instant,
 };
 
 use crossbeam_queue::{ArrayQueue, SegQueue};
+use foldhash::fast::RandomState;
 use rand::{Rng, SeedableRng, rngs::StdRng};
 use tokio::{
     runtime::Handle,
     sync::{Notify, watch},
     task::AbortHandle,
 };
-use verbs_bootstrap::{Exchange, Generation, Identity, InstanceId, Psn};
+use verbs_bootstrap::{Exchange, Generation, Identity, InstanceId, Plane, Psn};
 
 use super::{
     config::Config,
     driver::Driver,
     error::EpochEnd,
     inbound::Backlog,
+    layer::Layers,
+    lending::Returns,
     metrics::Published,
     peer::{Effects, Peer, PeerState, Retired},
     stats::Counters,
+    unsettled::Unsettled,
 };
 use crate::{
     fabric::{Fabric, FabricError, SendSlab},
@@ -53,7 +57,12 @@ pub(crate) struct Shared<F: Fabric> {
     pub(crate) counters: Counters,
     pub(crate) published: Mutex<Published>,
     pub(crate) backlog: Arc<Backlog>,
+    pub(crate) layers: Layers<super::connect::StreamOf<F>>,
     pub(crate) send_slabs: ArrayQueue<SendSlab>,
+    /// Receive slabs that the application has given back.
+    pub(crate) returns: Arc<Returns<F>>,
+    /// Of these, how many the application has: for `stats`.
+    pub(crate) slabs_lent: AtomicU32,
     /// Peers that wait for a send slab.
     pub(crate) starved: SegQueue<Arc<Peer<F>>>,
     /// Epochs that have ended, on their way to the driver.
@@ -61,15 +70,20 @@ pub(crate) struct Shared<F: Fabric> {
     pub(crate) driver_wake: Arc<Notify>,
     /// Told whenever no ended connection is left.
     pub(crate) all_retired: Notify,
-    peers: RwLock<HashMap<InstanceId, Arc<Peer<F>>>>,
-    routes: RwLock<HashMap<u32, Arc<Peer<F>>>>,
+    peers: RwLock<HashMap<InstanceId, Arc<Peer<F>>, RandomState>>,
+    routes: RwLock<HashMap<u32, Arc<Peer<F>>, RandomState>>,
+    /// Counts the changes of `routes`, for the driver's note of the route it used last.
+    routes_version: AtomicU64,
+    /// The highest generation that a forgotten peer has seen: a new count begins above it, lest that peer take our next
+    /// epoch for one that is over.
+    forgotten_generation: AtomicU64,
     shares: Mutex<ReceiveShares>,
     past_links: Mutex<LinkCounts>,
     driver: OnceLock<Mutex<Driver<F>>>,
     runtime: OnceLock<Handle>,
     rng: Mutex<StdRng>,
     life: AtomicU8,
-    unsettled: AtomicBool,
+    pub(crate) unsettled: Unsettled<Arc<Notify>>,
     inline_request: AtomicU32,
     driver_stop: AtomicBool,
     device_lost: AtomicBool,
@@ -100,20 +114,25 @@ impl<F: Fabric> Shared<F> {
             counters: Counters::default(),
             published: Mutex::default(),
             backlog: Arc::new(Backlog::new(config.inbound_max_bytes, driver_wake.clone())),
+            layers: Layers::default(),
             send_slabs: pool,
+            returns: Arc::new(Returns::new(driver_wake.clone())),
+            slabs_lent: AtomicU32::new(0),
             starved: SegQueue::new(),
             retired: SegQueue::new(),
+            unsettled: Unsettled::new(driver_wake.clone()),
             driver_wake,
             all_retired: Notify::new(),
             peers: RwLock::default(),
             routes: RwLock::default(),
-            shares: Mutex::new(ReceiveShares::new(fabric.slabs().receive_slabs)),
+            routes_version: AtomicU64::new(0),
+            forgotten_generation: AtomicU64::new(0),
+            shares: Mutex::new(ReceiveShares::new(fabric.slabs().receive_slabs - config.zero_copy_slabs)),
             past_links: Mutex::default(),
             driver: OnceLock::new(),
             runtime: OnceLock::new(),
             rng: Mutex::new(rng),
             life: AtomicU8::new(Life::New as u8),
-            unsettled: AtomicBool::new(false),
             inline_request: AtomicU32::new(config.inline_request_bytes),
             driver_stop: AtomicBool::new(false),
             device_lost: AtomicBool::new(false),
@@ -193,7 +212,10 @@ impl<F: Fabric> Shared<F> {
         }
         let seed = lock(&self.rng).random();
         let mut peers = self.peers.write().unwrap_or_else(PoisonError::into_inner);
-        let new = || Arc::new(Peer::new(id, Exchange::new(self.me, id, self.config.backoff, seed)));
+        let last = Generation(self.forgotten_generation.load(Ordering::Acquire));
+        let new = || {
+            Arc::new(Peer::new(id, Exchange::new(self.me, id, Plane::Messaging, self.config.backoff, seed).after(last)))
+        };
         peers.entry(id).or_insert_with(new).clone()
     }
 
@@ -222,28 +244,42 @@ impl<F: Fabric> Shared<F> {
                 return;
             }
             state.forgotten = true;
+            self.forgotten_generation.fetch_max(state.exchange.last_generation().0, Ordering::AcqRel);
         }
         self.peers.write().unwrap_or_else(PoisonError::into_inner).remove(&id);
     }
 
     /// All peers, in the order of their names, so that simulation is reproducible.
     pub(crate) fn all_peers(&self) -> Vec<Arc<Peer<F>>> {
-        let mut peers: Vec<_> = self.peers.read().unwrap_or_else(PoisonError::into_inner).values().cloned().collect();
-        peers.sort_by_key(|peer| peer.id);
+        let mut peers = Vec::new();
+        self.append_peers(&mut peers);
         peers
+    }
+
+    /// The same, into room that is there already.
+    pub(crate) fn append_peers(&self, peers: &mut Vec<Arc<Peer<F>>>) {
+        peers.extend(self.peers.read().unwrap_or_else(PoisonError::into_inner).values().cloned());
+        peers.sort_unstable_by_key(|peer| peer.id);
     }
 
     pub(crate) fn add_route(&self, qpn: u32, peer: &Arc<Peer<F>>) {
         self.routes.write().unwrap_or_else(PoisonError::into_inner).insert(qpn, peer.clone());
+        self.routes_version.fetch_add(1, Ordering::Release);
     }
 
     pub(crate) fn forget_route(&self, qpn: u32) {
         self.routes.write().unwrap_or_else(PoisonError::into_inner).remove(&qpn);
+        self.routes_version.fetch_add(1, Ordering::Release);
     }
 
     /// Whose QP this is.
     pub(crate) fn route(&self, qpn: u32) -> Option<Arc<Peer<F>>> {
         self.routes.read().unwrap_or_else(PoisonError::into_inner).get(&qpn).cloned()
+    }
+
+    /// Changes with every route that comes or goes.
+    pub(crate) fn routes_version(&self) -> u64 {
+        self.routes_version.load(Ordering::Acquire)
     }
 
     /// QPs that exist.
@@ -291,26 +327,6 @@ impl<F: Fabric> Shared<F> {
 
     pub(crate) fn is_withholding(&self) -> bool {
         self.backlog.is_withholding()
-    }
-
-    /// A peer owes something, or frames wait for it: the driver shall look after it until that has changed.
-    pub(crate) fn note_unsettled(&self) {
-        if !self.has_unsettled_note() && !self.unsettled.swap(true, Ordering::AcqRel) {
-            self.driver_wake.notify_one();
-        }
-    }
-
-    /// The same, by the driver itself.
-    pub(crate) fn note_unsettled_quietly(&self) {
-        self.unsettled.store(true, Ordering::Release);
-    }
-
-    pub(crate) fn take_unsettled_note(&self) {
-        self.unsettled.store(false, Ordering::Release);
-    }
-
-    pub(crate) fn has_unsettled_note(&self) -> bool {
-        self.unsettled.load(Ordering::Acquire)
     }
 
     /// A quarter of the SRQ gone is normal; an eighth left is not.

@@ -93,6 +93,8 @@ macro_rules! counters {
             pub receives_promised: u32,
             /// Send slabs in the pool, now.
             pub send_slabs_free: usize,
+            /// Receive slabs that the application holds in frames it has not dropped, now.
+            pub receive_slabs_lent: u32,
             /// Bytes received that the application has not taken, now.
             pub inbound_backlog_bytes: usize,
             $($(#[$doc])* pub $name: u64,)*
@@ -141,7 +143,10 @@ impl Counters {
             SendError::NotStarted => &self.rejected_not_started,
             SendError::PeerNotRegistered { .. } => &self.rejected_not_registered,
             SendError::TooLarge { .. } => &self.rejected_too_large,
-            SendError::ShuttingDown | SendError::ConnectionLost { .. } => &self.rejected_shutting_down,
+            SendError::ShuttingDown
+            | SendError::ConnectionLost { .. }
+            | SendError::NoSuchLane { .. }
+            | SendError::NotPulled { .. } => &self.rejected_shutting_down,
         };
         reason.add(1);
     }
@@ -212,8 +217,18 @@ counters! {
     drain_rejected,
     /// Of these, echoes that found the peer's channel full and were dropped.
     echoes_dropped,
+    /// Frames handed on in their slab, without a copy.
+    frames_lent,
+    /// Frames that were copied because as many slabs as allowed were lent.
+    lend_refused,
     /// Times that the SRQ fell below its low watermark.
     srq_low,
+    /// Frames of the layer above that were accepted for sending.
+    service_sent,
+    /// Frames of the layer above that arrived and were handed to it.
+    service_received,
+    /// Frames that arrived for a layer that is not attached.
+    lane_dropped,
     /// Frames that arrived for a stream that the application had dropped.
     undelivered,
     /// Their bytes, header and payload.

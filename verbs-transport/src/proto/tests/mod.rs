@@ -10,7 +10,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 use super::{
-    frame::{FrameHeader, FrameKind, GrantWish, MessageType},
+    frame::{FrameHeader, FrameKind, GrantWish, Lane, MessageType},
     link::{Frame, LinkLimits},
 };
 
@@ -35,7 +35,7 @@ fn frame(id: u64, kind: MessageType, bytes: usize) -> Frame {
     let payload = pattern(id, split, bytes);
     // The core keeps the handler for its caller and never calls it.
     let on_error = Arc::new(|_: Bytes, _: Bytes, _: crate::SendError| panic!("the core reports nothing by itself"));
-    Frame { kind, header: header.into(), payload: payload.into(), on_error }
+    Frame { kind, lane: Lane::Application, header: header.into(), payload: payload.into(), on_error }
 }
 
 fn pattern(id: u64, from: usize, to: usize) -> Vec<u8> {
@@ -51,5 +51,5 @@ fn body_of(id: u64, bytes: usize) -> Vec<u8> {
 
 fn head(kind: FrameKind, credits: u8, word: u32) -> FrameHeader {
     let data = matches!(kind, FrameKind::Data(_));
-    FrameHeader { kind, wish: GrantWish::None, first: data, last: data, credits, word }
+    FrameHeader { kind, wish: GrantWish::None, first: data, last: data, lane: Lane::Application, credits, word }
 }

@@ -2,13 +2,15 @@
 
 use std::{collections::VecDeque, time::Instant};
 
+use proptest::prelude::*;
+
 use super::{frame, head, limits, pair::Pair};
 use crate::{
     fabric::{SendSlab, WrSeq},
     proto::{
         assembly::Incoming,
         credit::CreditError,
-        frame::{FrameHeader, FrameKind, GrantWish, HEADER_BYTES, HEADER_BYTES_U32, Malformed, MessageType},
+        frame::{FrameHeader, FrameKind, GrantWish, HEADER_BYTES, HEADER_BYTES_U32, Lane, Malformed, MessageType},
         link::{Filled, Frame, Link, LinkError, LinkLimits, Outbox},
         send_queue::Ended,
     },
@@ -401,5 +403,38 @@ fn short_frames_are_malformed_at_every_length() {
         let mut link = link_in(State::Proven);
         let got = link.on_receive([0; HEADER_BYTES], bytes);
         assert_eq!(got, Err(LinkError::Malformed(Malformed::Short { bytes })));
+    }
+}
+
+proptest! {
+    /// Whatever comes, in whatever order: the short cut of whole frames leaves the link as the long way does.
+    #[test]
+    fn whole_frames_are_taken_alike(steps in prop::collection::vec((0..9u8, 0..3u8, 0..20u8, any::<bool>()), 1..120)) {
+        let small = LinkLimits { tx_window: 16, rx_window: 16, receive_max_bytes: 90, ..limits() };
+        let (mut links, now) = ([Link::new(small, false), Link::new(small, false)], Instant::now());
+        for (what, wish, credits, repost) in steps {
+            // What a peer may do, and what it may not: fragments, lanes, too much of something.
+            let wish = [GrantWish::None, GrantWish::Soft, GrantWish::Hard][usize::from(wish)];
+            let (first, last) = (what != 5, what != 6);
+            let lane = if what == 7 { Lane::Service } else { Lane::Application };
+            let word = if what == 8 { 60 } else { 1 };
+            let kind = if what == 4 { FrameKind::Data(MessageType::Event) } else { DATA };
+            let bytes = HEADER_BYTES_U32 + if what == 3 { 91 } else { 40 };
+            let head = FrameHeader { kind, wish, first, last, lane, credits: credits % 5, word }.encode();
+            // Some of the window is out, so that grants may be right.
+            let [short, long] = &mut links;
+            for link in [&mut *short, &mut *long] {
+                let mut queue = (0..4).map(|id| frame(id, MessageType::Message, 5)).collect();
+                link.fill(|| now, &mut queue, &mut Tray::default());
+            }
+            prop_assert_eq!(short.on_receive(head, bytes), long.on_any(head, bytes));
+            for link in [&mut *short, &mut *long] {
+                if repost {
+                    link.on_reposted();
+                }
+                link.on_send_done(WrSeq(link.next_seq().0.wrapping_sub(1)), |_, _| {});
+            }
+            prop_assert_eq!(format!("{short:?}"), format!("{long:?}"));
+        }
     }
 }

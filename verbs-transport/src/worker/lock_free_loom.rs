@@ -1,6 +1,6 @@
-//! The backlog in every order that two threads can run in, under loom.
+//! The lock-free pieces, the backlog and the driver's note, in every order that threads can run in, under loom.
 //!
-//! The same file compiled against loom's atomics: tokio, beneath the rest of this crate, does not build as a dependency
+//! The same files compiled against loom's atomics: tokio, beneath the rest of this crate, does not build as a dependency
 //! under `--cfg loom`, and so nobody needs another build to run these.
 
 /// Loom's.
@@ -13,9 +13,20 @@ mod sync {
 #[expect(dead_code, reason = "the other module uses all of it")]
 mod backlog;
 
-use loom::{sync::Arc, sync::Notify, thread};
+#[path = "unsettled.rs"]
+#[expect(clippy::duplicate_mod, reason = "against other atomics")]
+#[expect(dead_code, reason = "the other module uses all of it")]
+mod unsettled;
 
-use self::backlog::{Backlog, Wake};
+use loom::{
+    sync::{Arc, Mutex, Notify},
+    thread,
+};
+
+use self::{
+    backlog::{Backlog, Wake},
+    unsettled::Unsettled,
+};
 
 impl Wake for Arc<Notify> {
     fn wake(&self) {
@@ -63,4 +74,38 @@ fn loom_no_wake_up_is_lost_to_one_reader() {
 fn loom_no_wake_up_is_lost_between_two_readers() {
     driver_ends_withholding(&[6, 6], 2);
     driver_ends_withholding(&[4, 4, 4], 2);
+}
+
+/// Senders make work for their peers while the driver looks after all of them, as often as there is a note. Work that it
+/// never sees would leave it asleep for ever, which loom reports as a deadlock.
+#[test]
+fn loom_no_work_is_left_behind_without_a_note() {
+    const SENDERS: usize = 2;
+    loom::model(|| {
+        let wake = Arc::new(Notify::new());
+        let unsettled = Arc::new(Unsettled::new(wake.clone()));
+        let peers: Arc<[Mutex<usize>; SENDERS]> = Arc::new([Mutex::new(0), Mutex::new(0)]);
+        let senders: Vec<_> = (0..SENDERS)
+            .map(|at| {
+                let (unsettled, peers) = (unsettled.clone(), peers.clone());
+                thread::spawn(move || {
+                    let mut work = peers[at].lock().unwrap();
+                    *work += 1;
+                    unsettled.note();
+                })
+            })
+            .collect();
+        let mut seen = 0;
+        while seen < SENDERS {
+            if unsettled.is_noted() {
+                unsettled.take();
+                seen += peers.iter().map(|peer| std::mem::take(&mut *peer.lock().unwrap())).sum::<usize>();
+            } else {
+                wake.wait();
+            }
+        }
+        for sender in senders {
+            sender.join().unwrap();
+        }
+    });
 }
