@@ -1,0 +1,267 @@
+//! The driver: one task that takes transfers in, posts their chunks, polls completions, and sees connections off.
+//!
+//! Whatever a transfer holds of memory is in here, in the live or the retired half, until the device has given it back:
+//! futures hold nothing. News come by an unbounded queue, so that whoever brings them never waits for this task.
+//!
+//! | file | has |
+//! |---|---|
+//! | here | the task: its turns, its sleep, its news |
+//! | `transfers` | a transfer from its start to its one end |
+//! | `live` | a connection that is up, and what is posted on it |
+//! | `completions` | what completions say |
+//! | `retired` | connections that have ended |
+//! | `idle` | connections that nobody needs any more |
+//! | `notifications` | what peers tell, for the application |
+
+mod completions;
+mod idle;
+mod live;
+mod notifications;
+mod retired;
+mod transfers;
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap},
+    future::poll_fn,
+    sync::Arc,
+    time::Duration,
+};
+
+use tokio::{sync::mpsc, time::Instant};
+use verbs_bootstrap::InstanceId;
+use verbs_transport::fabric::bulk::{BulkFabric, BulkPort, BulkWc};
+
+pub(super) use self::live::CONTROL;
+pub use self::notifications::{Notification, Notifications};
+use self::{
+    completions::Failure,
+    live::Live,
+    retired::{Retired, SWEEP_EVERY},
+};
+use super::{
+    QpOf, RegionOf, Shared,
+    error::{BulkEnd, TransferError},
+    op::{Op, Stop},
+    windows::{WindowNews, WindowRights},
+};
+use crate::proto::transfer::TransferId;
+
+/// What the driver is told.
+pub(crate) enum News<F: BulkFabric> {
+    /// A transfer begins.
+    Start(Op<RegionOf<F>>),
+    /// One is to post nothing more.
+    Stop { peer: InstanceId, id: TransferId },
+    /// One is to end now, at the price of its connection.
+    Abort { peer: InstanceId, id: TransferId },
+    /// A QP is in RTS.
+    Up { peer: InstanceId, tag: u32, qp: Arc<QpOf<F>>, reads: u32, credits: u16, dialed: bool },
+    /// The peer's QP is in RTS, too.
+    PeerReady { peer: InstanceId, tag: u32 },
+    /// A connection has ended; its QP is in ERR.
+    Ended { peer: InstanceId, tag: u32, qp: Arc<QpOf<F>>, cause: Arc<BulkEnd> },
+    /// These will find no connection.
+    Refused { ops: Vec<Op<RegionOf<F>>>, why: NoConnection },
+    /// The application has taken a notification.
+    Taken { peer: InstanceId, tag: u32 },
+    /// A right by a memory window.
+    Window(WindowNews<F>),
+    /// Take everything down.
+    Shutdown,
+}
+
+/// Why there is no connection for a transfer.
+pub(crate) enum NoConnection {
+    Ended(Arc<BulkEnd>),
+    NotRegistered,
+    NoCapability,
+    ShuttingDown,
+}
+
+pub(crate) struct Driver<F: BulkFabric> {
+    live: BTreeMap<InstanceId, Live<F>>,
+    retired: Vec<Retired<F>>,
+    /// By QP number.
+    routes: HashMap<u32, (InstanceId, u32)>,
+    /// Of every transfer that has not ended.
+    deadlines: BTreeSet<(Instant, TransferId)>,
+    peers: HashMap<TransferId, InstanceId>,
+    windows: WindowRights<F>,
+    inbox: mpsc::UnboundedReceiver<News<F>>,
+    notifications: mpsc::UnboundedSender<(Notification, u32)>,
+    wcs: Vec<BulkWc>,
+    /// The device is lost: nothing is polled any more.
+    lost: bool,
+    closing: bool,
+    shared: Arc<Shared<F>>,
+}
+
+impl<F: BulkFabric> Driver<F> {
+    pub(crate) fn new(shared: Arc<Shared<F>>, inbox: mpsc::UnboundedReceiver<News<F>>) -> (Self, Notifications<F>) {
+        let (notifications, queue) = mpsc::unbounded_channel();
+        let driver = Self {
+            live: BTreeMap::new(),
+            retired: Vec::new(),
+            routes: HashMap::new(),
+            deadlines: BTreeSet::new(),
+            peers: HashMap::new(),
+            windows: WindowRights::new(shared.clone()),
+            inbox,
+            notifications,
+            wcs: Vec::new(),
+            lost: false,
+            closing: false,
+            shared: shared.clone(),
+        };
+        (driver, Notifications { queue, shared })
+    }
+
+    /// Runs until all is taken down.
+    pub(crate) async fn run(mut self) {
+        loop {
+            let polled = self.turn(false);
+            let posted = self.pump_all();
+            if self.closing && self.live.is_empty() && self.retired.is_empty() && self.peers.is_empty() {
+                break;
+            }
+            if polled || posted {
+                tokio::task::yield_now().await;
+                continue;
+            }
+            // The news that it takes in may have brought something to post, for which no completion would wake this task.
+            if self.turn(true) || self.pump_all() {
+                continue;
+            }
+            self.sleep().await;
+        }
+        // No QP is left, so no operation is, nor a window: whoever still maps rolls back.
+        super::lock(&self.shared.spare_windows).clear();
+        self.shared.regions.close();
+        let shared = self.shared.clone();
+        drop(self);
+        shared.over.send_replace(true);
+    }
+
+    /// Takes in what there is; with `arm`, asks for a wake-up before it looks at completions. Whether any came.
+    fn turn(&mut self, arm: bool) -> bool {
+        self.take_news();
+        let mut polled = 0;
+        if !self.lost {
+            let armed = if arm { self.shared.port.arm() } else { Ok(()) };
+            match armed.and_then(|()| self.poll()) {
+                Ok(some) => polled = some,
+                Err(error) => self.on_device_lost(&error),
+            }
+        }
+        let now = Instant::now();
+        self.expire(now);
+        self.find_stalls(now);
+        self.find_idle(now);
+        self.sweep(now);
+        polled > 0
+    }
+
+    async fn sleep(&mut self) {
+        let due = self.next_due();
+        let far = Instant::now() + Duration::from_secs(3600);
+        let (shared, lost) = (&self.shared, self.lost);
+        tokio::select! {
+            biased;
+            news = self.inbox.recv() => {
+                if let Some(news) = news {
+                    self.take(news);
+                }
+            }
+            woken = poll_fn(|cx| shared.port.poll_wake(cx)), if !lost => {
+                if let Err(error) = woken {
+                    self.on_device_lost(&error);
+                }
+            }
+            () = tokio::time::sleep_until(due.unwrap_or(far)), if due.is_some() => {}
+        }
+    }
+
+    fn next_due(&self) -> Option<Instant> {
+        let stall = self.shared.config.stall_deadline;
+        let stalls = self.live.values().filter(|live| live.in_flight() > 0).map(|live| live.last_progress + stall);
+        let proof = self.shared.proof_deadline;
+        let proofs = self.live.values().filter(|live| !live.proven).map(|live| live.since + proof);
+        let flush = self.shared.config.flush_deadline;
+        let now = Instant::now();
+        let sweeps = self.retired.iter().map(|retired| {
+            let late = now.saturating_duration_since(retired.since) >= flush;
+            // Its flush is there, or overdue: only somebody who holds the QP is in the way.
+            if late || retired.transfers.posted() == 0 { now + SWEEP_EVERY } else { retired.since + flush }
+        });
+        let deadline = self.deadlines.first().map(|(at, _)| *at);
+        let idle = self.live.values().filter_map(|live| live.idle.due(&self.shared.config));
+        stalls.chain(proofs).chain(sweeps).chain(deadline).chain(idle).min()
+    }
+
+    /// Ends connections that hang, and those over which nothing ever came.
+    fn find_stalls(&mut self, now: Instant) {
+        let (after, proof) = (self.shared.config.stall_deadline, self.shared.proof_deadline);
+        let judge = |live: &Live<F>| {
+            let posted = live.in_flight();
+            if posted > 0 && now.saturating_duration_since(live.last_progress) >= after {
+                return Some(BulkEnd::Stalled { after, posted });
+            }
+            let silent = !live.proven && now.saturating_duration_since(live.since) >= proof;
+            silent.then_some(BulkEnd::NotProven { after: proof })
+        };
+        let found: Vec<_> = self.live.iter().filter_map(|(peer, live)| Some((*peer, live.tag, judge(live)?))).collect();
+        if found.is_empty() {
+            return;
+        }
+        for (peer, tag, cause) in found {
+            self.shared.end_epoch(&self.shared.conn(peer), tag, cause);
+        }
+        self.take_news();
+    }
+
+    fn take_news(&mut self) {
+        while let Ok(news) = self.inbox.try_recv() {
+            self.take(news);
+        }
+    }
+
+    fn take(&mut self, news: News<F>) {
+        match news {
+            News::Start(op) => self.start(op),
+            News::Stop { peer, id } => self.stop(peer, id, Stop::Cancelled),
+            News::Abort { peer, id } => self.abort(peer, id),
+            News::Up { peer, tag, qp, reads, credits, dialed } => self.on_up(peer, tag, qp, reads, credits, dialed),
+            News::PeerReady { peer, tag } => {
+                if let Some(live) = self.live_of(peer, tag) {
+                    live.held = false;
+                    live.probe_due |= !live.proven;
+                }
+            }
+            News::Ended { peer, tag, qp, cause } => self.on_ended(peer, tag, qp, cause),
+            News::Refused { ops, why } => {
+                for op in ops {
+                    let peer = op.request.peer;
+                    let error = match &why {
+                        NoConnection::Ended(cause) => TransferError::Connect { peer, cause: cause.clone() },
+                        NoConnection::NotRegistered => TransferError::PeerNotRegistered { peer },
+                        NoConnection::NoCapability => TransferError::NoCapability { peer },
+                        NoConnection::ShuttingDown => TransferError::ShuttingDown,
+                    };
+                    self.finish(op, Err(error));
+                }
+            }
+            News::Taken { peer, tag } => {
+                if let Some(live) = self.live_of(peer, tag) {
+                    live.idle.untaken = live.idle.untaken.saturating_sub(1);
+                    live.owed += 1;
+                }
+            }
+            News::Window(news) => {
+                // One that is about to be closed takes no windows.
+                let open = |peer| self.live.get(&peer).filter(|live| live.idle.asked.is_none()).map(|live| live.tag);
+                self.windows.take(news, open);
+            }
+            News::Shutdown => self.shut_down(),
+        }
+    }
+}
