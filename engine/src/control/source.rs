@@ -1,0 +1,113 @@
+//! What the source decides about a request, before a byte of its memory is touched.
+
+use std::sync::Arc;
+
+use super::{
+    admission::{Admission, Admitted},
+    wire::{Opcode, Request, Status, encode_descriptors},
+};
+use crate::{
+    Direction, Epoch,
+    memory::{Registration, Registry},
+    notification::{Inbox, Reservation},
+};
+
+/// One engine as its peers see it.
+pub(crate) struct Source {
+    pub(crate) epoch: Epoch,
+    pub(crate) registry: Registry,
+    pub(crate) admission: Arc<Admission>,
+    pub(crate) inbox: Arc<Inbox>,
+    pub(crate) max_payload_bytes: u64,
+    pub(crate) max_notification_bytes: u64,
+    /// Operations 4 and 5 can be carried out.
+    pub(crate) has_device: bool,
+}
+
+/// An operation that was let in. It is counted as one inside until this is dropped.
+pub(crate) struct Operation {
+    pub(crate) kind: Kind,
+    pub(crate) inside: Admitted,
+}
+
+/// What to do. Whatever it needs is held from here on.
+pub(crate) enum Kind {
+    /// Answer with this payload.
+    Describe(Vec<u8>),
+    /// Answer with bytes of the range.
+    Read(Access),
+    /// Say ready, take the body, commit it.
+    Write(Access),
+    /// Grant the range to a device, once.
+    Rdma { direction: Direction, access: Access },
+    /// Say ready, take the body, enqueue it.
+    Notify { room: Reservation, name_bytes: usize, message_bytes: usize },
+}
+
+/// Bytes of a range, checked, and held whatever is unregistered meanwhile.
+pub(crate) struct Access {
+    pub(crate) registration: Arc<Registration>,
+    pub(crate) offset: u64,
+    pub(crate) length: u64,
+}
+
+impl Source {
+    /// Framing and version were checked by the decoder; then closed, epoch, region, permission, range, budget. The
+    /// first that fails is the answer.
+    pub(crate) fn admit(&self, request: &Request) -> Result<Operation, Status> {
+        let inside = self.admission.enter().ok_or(Status::SourceClosed)?;
+        if request.epoch != self.epoch {
+            return Err(Status::EpochMismatch);
+        }
+        let kind = match request.opcode {
+            Opcode::Describe => Kind::Describe(encode_descriptors(&self.registry.describe())),
+            Opcode::Read => Kind::Read(self.access(request)?),
+            Opcode::Write => Kind::Write(self.access(request)?),
+            Opcode::Notify => self.notify(request)?,
+            Opcode::RdmaRead | Opcode::RdmaWrite if self.has_device => {
+                let direction = if request.opcode == Opcode::RdmaRead { Direction::Read } else { Direction::Write };
+                Kind::Rdma { direction, access: self.access(request)? }
+            }
+            Opcode::RdmaRead | Opcode::RdmaWrite | Opcode::SlicedRdmaRead | Opcode::SlicedRdmaWrite => {
+                return Err(Status::BackendUnavailable);
+            }
+        };
+        Ok(Operation { kind, inside })
+    }
+
+    fn access(&self, request: &Request) -> Result<Access, Status> {
+        let registration = self.registry.find(request.region).ok_or(Status::UnknownRegion)?;
+        let permission = registration.permission;
+        let allowed = match request.opcode {
+            Opcode::Write | Opcode::RdmaWrite => permission.allows_write(),
+            _ => permission.allows_read(),
+        };
+        if !allowed {
+            return Err(Status::PermissionDenied);
+        }
+        let end = request.offset.checked_add(request.length);
+        end.filter(|end| *end <= registration.span.length).ok_or(Status::InvalidRange)?;
+        // A device grants a byte at least; over TCP nothing is moved as well as something.
+        if request.length == 0 && request.opcode.has_ask() {
+            return Err(Status::InvalidRange);
+        }
+        if request.length > self.max_payload_bytes {
+            return Err(Status::Exhausted);
+        }
+        Ok(Access { registration, offset: request.offset, length: request.length })
+    }
+
+    fn notify(&self, request: &Request) -> Result<Kind, Status> {
+        let (name, message) = (request.offset, request.length);
+        let bytes = name.checked_add(message).filter(|bytes| *bytes <= self.max_notification_bytes);
+        let bytes = bytes.ok_or(Status::Exhausted)?;
+        let size = |bytes| usize::try_from(bytes).map_err(|_| Status::Exhausted);
+        let (name_bytes, message_bytes) = (size(name)?, size(message)?);
+        let room = self.inbox.reserve(bytes).map_err(|_| Status::Exhausted)?;
+        Ok(Kind::Notify { room, name_bytes, message_bytes })
+    }
+}
+
+#[cfg(test)]
+#[path = "source_tests.rs"]
+mod tests;

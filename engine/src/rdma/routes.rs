@@ -1,0 +1,294 @@
+//! The way of each operation: which NIC of ours, to which of the peer's.
+
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+use super::{
+    cache::Peer,
+    config::RailChoice,
+    identity::Incarnation,
+    path::{Agreed, PathEnd},
+    rails::{
+        choice::{Candidate, Charged, Chooser, Distance},
+        health::Health,
+    },
+};
+
+/// One NIC of ours and one of a peer's. A protection domain's name is that of one life of the peer's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Rail {
+    pub(crate) nic: usize,
+    pub(crate) source_pd: Incarnation,
+}
+
+/// Both ends of a rail, which fit.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Pair {
+    pub(crate) rail: Rail,
+    /// The place of the peer's end in its table.
+    pub(crate) at: usize,
+    pub(crate) peer: PathEnd,
+    pub(crate) agreed: Agreed,
+    distance: Distance,
+}
+
+/// What is known of NICs and peers, over all operations.
+pub(crate) struct Routes {
+    state: Mutex<State>,
+}
+
+struct State {
+    chooser: Chooser,
+    health: Health<Rail>,
+    /// What peers have offered last.
+    tables: HashMap<Peer, Arc<[PathEnd]>>,
+    moved: Vec<Moved>,
+    /// Decides ties.
+    chance: Chance,
+}
+
+/// What has gone over a NIC.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Moved {
+    pub(crate) operations: u64,
+    pub(crate) bytes: u64,
+    pub(crate) in_flight: u64,
+    pub(crate) estimate: Option<u64>,
+}
+
+/// A rail that an operation has taken: its bytes are in flight there until it is dropped.
+pub(crate) struct Route {
+    pub(crate) pair: Pair,
+    bytes: u64,
+    routes: Arc<Routes>,
+    charged: Option<Charged>,
+}
+
+/// Tables that are remembered at once. Beyond, all are forgotten: to ask again costs nothing but the chance to take a
+/// kept pair.
+const TABLES_MAX: usize = 1024;
+
+/// Rails that one operation tries.
+pub(crate) const TRIES: usize = 8;
+
+impl Routes {
+    pub(crate) fn new(nics: usize, mode: RailChoice) -> Arc<Self> {
+        let state = State {
+            chooser: Chooser::new(nics, mode),
+            health: Health::default(),
+            tables: HashMap::new(),
+            moved: vec![Moved::default(); nics],
+            chance: Chance::new(),
+        };
+        Arc::new(Self { state: Mutex::new(state) })
+    }
+
+    /// What this life of a peer has offered last.
+    pub(crate) fn table(&self, peer: Peer) -> Option<Arc<[PathEnd]>> {
+        self.lock().tables.get(&peer).cloned()
+    }
+
+    pub(crate) fn learn(&self, peer: Peer, table: &[PathEnd]) {
+        let mut state = self.lock();
+        if state.tables.len() >= TABLES_MAX && !state.tables.contains_key(&peer) {
+            state.tables.clear();
+        }
+        state.tables.insert(peer, table.into());
+    }
+
+    /// All lives at that endpoint.
+    pub(crate) fn forget(&self, peer: Peer) {
+        self.lock().tables.retain(|known, _| known.0 != peer.0);
+    }
+
+    /// The best of `pairs` that was not tried yet; `None` if there is none. Pairs that rest are left out, unless all do:
+    /// then the one whose rest ends first is better than none.
+    pub(crate) fn pick(self: &Arc<Self>, pairs: &[Pair], tried: &[Rail], bytes: u64) -> Option<Route> {
+        if tried.len() >= TRIES {
+            return None;
+        }
+        let now = Instant::now();
+        let mut state = self.lock();
+        let fresh: Vec<&Pair> = pairs.iter().filter(|pair| !tried.contains(&pair.rail)).collect();
+        let rest_of = |pair: &&Pair| state.health.resting_until(pair.rail, now);
+        let mut open: Vec<&Pair> = fresh.iter().copied().filter(|pair| rest_of(pair).is_none()).collect();
+        if open.is_empty() {
+            open.extend(fresh.iter().copied().min_by_key(rest_of));
+        }
+        let candidates: Vec<Candidate> =
+            open.iter().map(|pair| Candidate { nic: pair.rail.nic, distance: pair.distance }).collect();
+        let chance = state.chance.draw();
+        let (at, charged) = state.chooser.choose(&candidates, bytes, chance)?;
+        drop(state);
+        Some(Route { pair: *open[at], bytes, routes: Arc::clone(self), charged: Some(charged) })
+    }
+
+    /// An operation has failed on a rail, by the fault of one of both NICs or of the network between them.
+    pub(crate) fn failed(&self, rail: Rail) {
+        if let Some(rest) = self.lock().health.failed(rail, Instant::now()) {
+            tracing::warn!(nic = rail.nic, peer = ?rail.source_pd, ?rest, "a pair of NICs fails, and is let rest");
+        }
+    }
+
+    pub(crate) fn resting(&self) -> u64 {
+        self.lock().health.resting(Instant::now()) as u64
+    }
+
+    pub(crate) fn moved(&self) -> Vec<Moved> {
+        let state = self.lock();
+        let known = |(nic, moved): (usize, &Moved)| Moved {
+            in_flight: state.chooser.in_flight(nic),
+            estimate: state.chooser.estimate(nic),
+            ..*moved
+        };
+        state.moved.iter().enumerate().map(known).collect()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Route {
+    /// Its data has moved, and took so long.
+    pub(crate) fn observe(&self, took: Duration) {
+        self.routes.lock().chooser.observe(self.pair.rail.nic, self.bytes, took);
+    }
+
+    /// The operation is done.
+    pub(crate) fn succeeded(&self) {
+        let mut state = self.routes.lock();
+        state.health.succeeded(self.pair.rail);
+        let moved = &mut state.moved[self.pair.rail.nic];
+        moved.operations += 1;
+        moved.bytes += self.bytes;
+    }
+}
+
+impl Drop for Route {
+    fn drop(&mut self) {
+        if let Some(charged) = self.charged.take() {
+            self.routes.lock().chooser.release(charged);
+        }
+    }
+}
+
+/// Every pair of ends that fit, or why the first does not. A NIC that has a partner at the other side is nearer to it
+/// than to all others.
+pub(crate) fn pairs(own: &[(usize, PathEnd)], table: &[PathEnd]) -> Result<Vec<Pair>, &'static str> {
+    let (mut found, mut first) = (Vec::new(), None);
+    for (nic, end) in own {
+        let has_partner = table.iter().any(|peer| peer.rail == end.rail);
+        for (at, peer) in table.iter().enumerate() {
+            let wanted = own.iter().any(|(_, end)| end.rail == peer.rail);
+            let across = end.rail != peer.rail && has_partner && wanted;
+            let distance = if across { Distance::Far } else { Distance::Near };
+            match end.agree(peer) {
+                Ok(agreed) => {
+                    let rail = Rail { nic: *nic, source_pd: peer.pd };
+                    found.push(Pair { rail, at, peer: *peer, agreed, distance });
+                }
+                Err(reason) => {
+                    first.get_or_insert(reason);
+                }
+            }
+        }
+    }
+    if found.is_empty() { Err(first.unwrap_or("the peer offers no path")) } else { Ok(found) }
+}
+
+/// For ties alone: a linear congruence, as a system call for each operation would cost more than it is worth.
+struct Chance(u64);
+
+impl Chance {
+    fn new() -> Self {
+        let mut bytes = [0; 8];
+        // Any start will do where the system gives none; engines do not begin there.
+        let _ = getrandom::fill(&mut bytes);
+        Self(u64::from_ne_bytes(bytes))
+    }
+
+    fn draw(&mut self) -> u64 {
+        // Knuth's MMIX; its high bits are the random ones.
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        self.0 >> 33
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{super::path::tests::end, *};
+
+    /// An end on that rail.
+    fn on(host: u8, rail: u8) -> PathEnd {
+        PathEnd { rail, ..end(host) }
+    }
+
+    fn near(own: &[(usize, PathEnd)], table: &[PathEnd]) -> Vec<(usize, usize)> {
+        let pairs = pairs(own, table).expect("they fit");
+        pairs.iter().filter(|pair| pair.distance == Distance::Near).map(|pair| (pair.rail.nic, pair.at)).collect()
+    }
+
+    #[test]
+    fn partners_are_near_and_whoever_has_none_is_near_to_all() {
+        let own = [(0, on(1, 0)), (1, on(2, 1))];
+        assert_eq!(near(&own, &[on(3, 0), on(4, 1)]), [(0, 0), (1, 1)]);
+        assert_eq!(near(&own, &[on(3, 0)]), [(0, 0), (1, 0)], "the second has no partner there");
+        assert_eq!(near(&own[..1], &[on(3, 0), on(4, 1)]), [(0, 0), (0, 1)]);
+        assert_eq!(near(&own[1..], &[on(4, 1)]), [(1, 0)]);
+    }
+
+    #[test]
+    fn ends_that_do_not_fit_are_no_pair() {
+        let mut bad = on(3, 0);
+        bad.port.gid_type = verbs_bootstrap::GidType::RoceV1;
+        let own = [(0, on(1, 0))];
+        let fit = pairs(&own, &[bad, on(4, 1)]).expect("one does");
+        assert_eq!(fit.iter().map(|pair| pair.at).collect::<Vec<_>>(), [1]);
+        assert!(pairs(&own, &[bad]).expect_err("none").contains("types"));
+        assert!(pairs(&own, &[]).expect_err("none").contains("no path"));
+    }
+
+    #[test]
+    fn a_rail_is_tried_once_and_rests_are_kept_unless_all_rest() {
+        let own = [(0, on(1, 0)), (1, on(2, 1))];
+        let pairs = pairs(&own, &[on(3, 0), on(4, 1)]).expect("they fit");
+        let routes = Routes::new(2, RailChoice::Score);
+        let mut tried = Vec::new();
+        while let Some(route) = routes.pick(&pairs, &tried, 1 << 20) {
+            tried.push(route.pair.rail);
+        }
+        assert_eq!(tried.len(), 4, "each of them once");
+        assert!(tried[0].nic != tried[1].nic, "partners before the rest");
+        for rail in &tried[..3] {
+            (0..3).for_each(|_| routes.failed(*rail));
+        }
+        assert_eq!(routes.resting(), 3);
+        for _ in 0..50 {
+            assert_eq!(routes.pick(&pairs, &[], 1).map(|route| route.pair.rail), Some(tried[3]));
+        }
+        (0..3).for_each(|_| routes.failed(tried[3]));
+        let route = routes.pick(&pairs, &[], 1).expect("better than none");
+        assert_eq!(route.pair.rail, tried[0], "it has rested longest");
+        route.succeeded();
+        assert_eq!(routes.resting(), 3);
+        drop(route);
+        assert!(routes.moved().iter().all(|moved| moved.in_flight == 0));
+    }
+
+    #[test]
+    fn tables_are_bounded_and_forgotten_with_their_endpoint() {
+        let routes = Routes::new(1, RailChoice::Score);
+        let peer = |port: u16, epoch: u8| (([127, 0, 0, 1], port).into(), crate::Epoch::from_bytes([epoch; 16]));
+        for port in 0..3000 {
+            routes.learn(peer(port, 1), &[end(1)]);
+        }
+        assert!(routes.lock().tables.len() <= TABLES_MAX);
+        assert!(routes.table(peer(2999, 1)).is_some() && routes.table(peer(2999, 2)).is_none());
+        routes.forget(peer(2999, 2));
+        assert!(routes.table(peer(2999, 1)).is_none());
+    }
+}
