@@ -93,6 +93,12 @@ pub(crate) enum Command {
         #[arg(last = true)]
         args: Vec<OsString>,
     },
+    /// Builds the workspace's benchmark with optimisation and runs it; its report is kept.
+    Bench {
+        /// Arguments for the benchmark.
+        #[arg(last = true)]
+        args: Vec<OsString>,
+    },
     #[command(hide = true)]
     GuestAgent,
     #[command(hide = true)]

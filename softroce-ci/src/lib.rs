@@ -99,5 +99,6 @@ fn dispatch(cli: cli::Cli) -> Result<ExitCode, Error> {
         Command::Test(args) => test::test(&cli.global, &args),
         Command::Demo { args } => program::demo(&cli.global, args),
         Command::Probe { args } => program::probe(&cli.global, args),
+        Command::Bench { args } => program::bench(&cli.global, args),
     }
 }

@@ -22,8 +22,21 @@ pub(crate) struct Config {
     pub(crate) demo: Option<Program>,
     /// What `probe` runs.
     pub(crate) probe: Option<Program>,
+    /// What `bench` runs.
+    pub(crate) bench: Option<Program>,
     /// Further Debian packages that the workspace needs.
     pub(crate) packages: Vec<String>,
+    /// Debian packages that its tests need besides, on this host.
+    pub(crate) test_packages: Vec<String>,
+    /// Patterns of variables of ours that commands get, besides the usual ones.
+    pub(crate) pass_env: Vec<String>,
+}
+
+impl Config {
+    /// Further packages of programs and of tests.
+    pub(crate) fn all_packages(&self) -> Vec<String> {
+        [&self.packages[..], &self.test_packages].concat()
+    }
 }
 
 /// A program of the workspace.
@@ -42,6 +55,8 @@ pub(crate) struct Program {
     pub(crate) release: bool,
     /// Arguments that come before the user's.
     pub(crate) args: Vec<String>,
+    /// Debian packages that it alone needs.
+    pub(crate) packages: Vec<String>,
 }
 
 /// Where a test binary runs.
@@ -193,11 +208,14 @@ mod tests {
     fn the_table_is_read() {
         let workspace = parse(
             r#"{"softroce":{"device-tests":["rxe_*"],"two-host-tests":["rxe2_*","q/*pair"],"features":["t/device"],
-                "demo":{"package":"p","example":"demo"}},"other":{"x":1}}"#,
+                "demo":{"package":"p","example":"demo"},"bench":{"package":"p","bin":"b","packages":["perftest"]},"test-packages":["valgrind"],"pass-env":["MY_*"]},"other":{"x":1}}"#,
         )
         .unwrap();
         let config = &workspace.config;
         assert_eq!(config.demo.as_ref().unwrap().example.as_deref(), Some("demo"));
+        assert_eq!(config.bench.as_ref().unwrap().packages, ["perftest"]);
+        assert_eq!(config.test_packages, ["valgrind"]);
+        assert_eq!(config.pass_env, ["MY_*"]);
         assert_eq!(config.place("p", "rxe_a"), Where::Device);
         assert_eq!(config.place("p", "rxe2_a"), Where::TwoHosts);
         assert_eq!(config.place("q", "my_pair"), Where::TwoHosts);

@@ -7,6 +7,7 @@ use crate::arch::Arch;
 use crate::boot::Plan;
 use crate::cli::{Global, ViaArg};
 use crate::error::{Context as _, Error};
+use crate::glob;
 use crate::kernel::Kernel;
 use crate::kvm;
 use crate::progress::Progress;
@@ -153,9 +154,16 @@ fn default_memory(hosts: u8) -> u64 {
     DEFAULT_MEMORY_MIB.min(half_mib).max(512)
 }
 
-/// A command with the environment and directory of ours, as far as they mean something there.
-pub(crate) fn command(testbed: &Testbed, host: usize, argv: Vec<OsString>, global: &Global) -> ExecSpec {
-    let mut env: Vec<(OsString, OsString)> = std::env::vars_os().filter(|(name, _)| passes(name)).collect();
+/// A command with the environment and directory of ours, as far as they mean something there. `pass_env` are patterns of
+/// further variables that do.
+pub(crate) fn command(
+    testbed: &Testbed,
+    host: usize,
+    argv: Vec<OsString>,
+    global: &Global,
+    pass_env: &[String],
+) -> ExecSpec {
+    let mut env: Vec<(OsString, OsString)> = std::env::vars_os().filter(|(name, _)| passes(name, pass_env)).collect();
     env.retain(|(name, _)| name != "PATH");
     env.push(("PATH".into(), setup::search_path().into()));
     env.extend(testbed.environment(host));
@@ -176,7 +184,7 @@ pub(crate) fn is_ours(name: &str) -> bool {
 }
 
 /// Whether a variable of ours goes to the commands.
-fn passes(name: &std::ffi::OsStr) -> bool {
+fn passes(name: &std::ffi::OsStr, pass_env: &[String]) -> bool {
     const NAMES: [&str; 12] = [
         "HOME",
         "PATH",
@@ -195,7 +203,8 @@ fn passes(name: &std::ffi::OsStr) -> bool {
     let Some(name) = name.to_str() else {
         return false;
     };
-    !is_ours(name) && (NAMES.contains(&name) || STARTS.iter().any(|start| name.starts_with(start)))
+    let usual = || NAMES.contains(&name) || STARTS.iter().any(|start| name.starts_with(start));
+    !is_ours(name) && (usual() || pass_env.iter().any(|pattern| glob::matches(pattern, name)))
 }
 
 #[cfg(test)]
@@ -205,10 +214,19 @@ mod tests {
     #[test]
     fn what_cargo_run_sets_for_us_stays_with_us() {
         for name in ["HOME", "CARGO_TARGET_DIR", "RUST_LOG", "NEXTEST_RETRIES", "LC_ALL"] {
-            assert!(passes(name.as_ref()), "{name}");
+            assert!(passes(name.as_ref(), &[]), "{name}");
         }
         for name in ["CARGO_PKG_NAME", "CARGO_MANIFEST_DIR", "SSH_AUTH_SOCK", "AWS_SECRET_ACCESS_KEY"] {
-            assert!(!passes(name.as_ref()), "{name}");
+            assert!(!passes(name.as_ref(), &[]), "{name}");
+        }
+    }
+
+    #[test]
+    fn what_the_workspace_names_is_passed_on() {
+        let wanted = ["MY_*".to_owned(), "CARGO_PKG_*".to_owned()];
+        assert!(passes("MY_SEED".as_ref(), &wanted));
+        for name in ["ITS_SEED", "CARGO_PKG_NAME"] {
+            assert!(!passes(name.as_ref(), &wanted), "{name}");
         }
     }
 

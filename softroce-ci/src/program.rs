@@ -1,11 +1,11 @@
-//! `demo` and `probe`: programs of the workspace, built and run on the device.
+//! `demo`, `probe` and `bench`: programs of the workspace, built and run on the device.
 
 use std::ffi::OsString;
 use std::process::ExitCode;
 
 use crate::artifacts;
 use crate::cli::Global;
-use crate::error::Error;
+use crate::error::{Context as _, Error};
 use crate::metadata::{Program, Workspace};
 use crate::output::Plain;
 use crate::place;
@@ -30,6 +30,23 @@ pub(crate) fn probe(global: &Global, mut args: Vec<OsString>) -> Result<ExitCode
     run("probe", global, &workspace, program, args)
 }
 
+/// `cargo softroce bench`. What the benchmark writes into `$SOFTROCE_SHARED` stays: in `--share`, else in the target
+/// directory. It is told this machine's load, which a guest cannot see.
+pub(crate) fn bench(global: &Global, args: Vec<OsString>) -> Result<ExitCode, Error> {
+    let workspace = Workspace::find()?;
+    let program = workspace.config.bench.clone().map(|program| Program { release: true, ..program });
+    let reports = global.share.clone().unwrap_or_else(|| workspace.target_dir.join("softroce-bench"));
+    if program.is_some() {
+        std::fs::create_dir_all(&reports).context(|| format!("create {}", reports.display()))?;
+    }
+    let mut global = Global { share: Some(reports.clone()), ..global.clone() };
+    let load = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
+    global.env.extend(load.split(' ').next().map(|load| format!("SOFTROCE_HOST_LOAD={}", load.trim())));
+    let code = run("bench", &global, &workspace, program, args)?;
+    Progress::new(global.quiet).note(&format!("what it wrote is in {}", reports.display()));
+    Ok(code)
+}
+
 fn run(
     what: &str,
     global: &Global,
@@ -43,7 +60,8 @@ fn run(
         Error::Config(format!("{} names no {what}; add, with your package's name:\n\n{example}\n", file.display()))
     })?;
     let progress = Progress::new(global.quiet);
-    let ready = place::prepare(global, 1, &workspace.config.packages, &progress)?;
+    let packages = [&workspace.config.packages[..], &program.packages].concat();
+    let ready = place::prepare(global, 1, &packages, &progress)?;
     progress.clear();
     progress.note(&format!("building the {what}"));
     let executable = artifacts::program(what, &program, global.quiet)?;
@@ -52,7 +70,7 @@ fn run(
     let mut testbed = ready.start(global, 1, &visible, &progress)?;
     let argv = std::iter::once(executable.into_os_string());
     let argv = argv.chain(program.args.iter().map(OsString::from)).chain(args).collect();
-    let spec = place::command(&testbed, 0, argv, global);
+    let spec = place::command(&testbed, 0, argv, global, &workspace.config.pass_env);
     let outcomes = testbed.run(vec![Job { host: 0, spec }], run::timeout(global), false, &mut Plain)?;
     run::conclude(&outcomes, global)
 }

@@ -69,8 +69,8 @@ fn args(spec: &Spec) -> Vec<OsString> {
     // panic=-1 with -no-reboot: a crashed guest ends QEMU at once. mitigations=off: it runs nobody else's code.
     let cmdline = format!(
         "console={} {level} panic=-1 oops=panic mitigations=off random.trust_cpu=on net.ifnames=0 \
-         cryptomgr.notests no_timer_check audit=0 softroce.host={} {}",
-        spec.arch.console, spec.host, spec.cmdline
+         cryptomgr.notests no_timer_check audit=0 {} softroce.host={} {}",
+        spec.arch.console, spec.arch.clock, spec.host, spec.cmdline
     );
     add(&["-append", cmdline.trim_end()]);
     add(&["-chardev", "stdio,id=console,signal=off", "-serial", "chardev:console"]);

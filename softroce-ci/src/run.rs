@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::cli::{Global, On, RunArgs};
 use crate::error::Error;
-use crate::metadata::Workspace;
+use crate::metadata::{Config, Workspace};
 use crate::output::{Plain, Prefixed};
 use crate::place::{self, Ready};
 use crate::progress::Progress;
@@ -16,8 +16,7 @@ use crate::testbed::{Job, Outcome, Testbed};
 /// `cargo softroce setup`.
 pub(crate) fn setup(global: &Global) -> Result<ExitCode, Error> {
     let progress = Progress::new(global.quiet);
-    let packages = Workspace::find_if_any()?.map_or(Vec::new(), |workspace| workspace.config.packages);
-    let ready = place::prepare(global, 1, &packages, &progress)?;
+    let ready = place::prepare(global, 1, &config()?.all_packages(), &progress)?;
     progress.clear();
     if global.json {
         println!("{}", serde_json::json!({ "via": ready.via.name(), "description": ready.describe() }));
@@ -32,11 +31,12 @@ pub(crate) fn run(global: &Global, args: RunArgs) -> Result<ExitCode, Error> {
     if args.peer.is_some() && args.hosts != 2 {
         return Err(Error::Config("--peer needs --hosts 2".to_owned()));
     }
+    let config = config()?;
     let progress = Progress::new(global.quiet);
     let ready = place::prepare(global, args.hosts, &[], &progress)?;
     let mut testbed = start(&ready, global, args.hosts, &progress)?;
     let job = |host: usize, argv: Vec<OsString>| {
-        let mut spec = place::command(&testbed, host, argv, global);
+        let mut spec = place::command(&testbed, host, argv, global, &config.pass_env);
         spec.stdin = host == 0;
         Job { host, spec }
     };
@@ -58,18 +58,24 @@ pub(crate) fn run(global: &Global, args: RunArgs) -> Result<ExitCode, Error> {
 
 /// `cargo softroce shell`.
 pub(crate) fn shell(global: &Global, command: Vec<OsString>) -> Result<ExitCode, Error> {
+    let config = config()?;
     let progress = Progress::new(global.quiet);
     let ready = place::prepare(global, 1, &[], &progress)?;
     let mut testbed = start(&ready, global, 1, &progress)?;
     let shell = std::env::var_os("SHELL").filter(|shell| !shell.is_empty()).unwrap_or_else(|| "/bin/sh".into());
     let argv = if command.is_empty() { vec![shell] } else { command };
-    let mut spec = place::command(&testbed, 0, argv, global);
+    let mut spec = place::command(&testbed, 0, argv, global, &config.pass_env);
     spec.pty = Some(term::size());
     progress.note(&format!("a shell with {}; its end ends everything", testbed.device));
     let raw = term::Raw::enter();
     let outcomes = testbed.run(vec![Job { host: 0, spec }], None, true, &mut Plain);
     drop(raw);
     conclude(&outcomes?, global)
+}
+
+/// What the workspace around us says, if there is one.
+fn config() -> Result<Config, Error> {
+    Ok(Workspace::find_if_any()?.map_or_else(Config::default, |workspace| workspace.config))
 }
 
 /// Starts a testbed in which the current directory is visible.

@@ -36,7 +36,7 @@ struct Run<'a> {
 pub(crate) fn test(global: &Global, args: &TestArgs) -> Result<ExitCode, Error> {
     let progress = Progress::new(global.quiet);
     let workspace = Workspace::find()?;
-    let packages = &workspace.config.packages;
+    let packages = &workspace.config.all_packages();
     let ready = if args.host_only {
         setup::packages(None, packages, &progress)?; // building needs them, too
         None
@@ -156,7 +156,7 @@ impl Run<'_> {
                 }
             };
             let argv = self.argv(binary.executable.clone().into());
-            let mut spec = place::command(&there, 0, argv, self.global);
+            let mut spec = place::command(&there, 0, argv, self.global, &self.workspace.config.pass_env);
             spec.env.extend(test_env(binary));
             spec.cwd = binary.dir.clone().into();
             spec.sweep = true;

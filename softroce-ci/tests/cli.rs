@@ -19,7 +19,7 @@ fn help_names_every_subcommand_and_no_inner_one() {
     let output = softroce(Path::new("/"), &["--help"]);
     assert!(output.status.success());
     let said = said(&output);
-    for name in ["setup", "demo", "test", "run", "shell", "probe"] {
+    for name in ["setup", "demo", "test", "run", "shell", "probe", "bench"] {
         assert!(said.contains(&format!("\n  {name} ")), "{said}");
     }
     assert!(!said.contains("guest-agent"), "{said}");
@@ -43,15 +43,18 @@ fn errors_of_our_own_end_with_125_and_say_what_to_do() {
 }
 
 #[test]
-fn a_workspace_without_a_demo_is_told_how_to_name_one() {
+fn a_workspace_without_a_program_is_told_how_to_name_one() {
     let dir = tempfile::tempdir().unwrap();
     std::fs::create_dir(dir.path().join("src")).unwrap();
     std::fs::write(dir.path().join("src/lib.rs"), "").unwrap();
     let manifest = "[package]\nname = \"x\"\nedition = \"2021\"\n[workspace]\n";
     std::fs::write(dir.path().join("Cargo.toml"), manifest).unwrap();
-    let output = softroce(dir.path(), &["demo"]);
-    assert_eq!(output.status.code(), Some(125));
-    assert!(said(&output).contains("[workspace.metadata.softroce]"), "{}", said(&output));
+    for name in ["demo", "probe", "bench"] {
+        let output = softroce(dir.path(), &[name]);
+        assert_eq!(output.status.code(), Some(125));
+        let said = said(&output);
+        assert!(said.contains("[workspace.metadata.softroce]") && said.contains(&format!("{name} = ")), "{said}");
+    }
 }
 
 #[test]
