@@ -1,4 +1,4 @@
-//! The examples of `verbs-transport`, run as processes of their own.
+//! The examples of `verbs-transport` and `verbs-rma`, run as processes of their own.
 
 use std::{
     fmt,
@@ -21,6 +21,8 @@ pub enum Example {
     Hello,
     /// What Prometheus would scrape.
     Prometheus,
+    /// A file, offered and pulled; of `verbs-rma`.
+    File,
 }
 
 /// How a process ended.
@@ -47,22 +49,28 @@ impl End {
     }
 }
 
-/// The example, ready for arguments. Cargo builds it beside the tests of the workspace.
-pub fn command(example: Example) -> Command {
+/// Where the example is. Cargo builds it beside the tests of the workspace.
+pub fn program(example: Example) -> PathBuf {
     let name = match example {
         Example::Demo => "demo",
         Example::Hello => "hello",
         Example::Prometheus => "prometheus",
+        Example::File => "file",
     };
     // This program is target/debug/deps/NAME-HASH.
     let test = std::env::current_exe().expect("a program knows where it is");
     let program: PathBuf = test.ancestors().nth(2).expect("a folder above deps").join("examples").join(name);
     assert!(
         program.exists(),
-        "{} was not built: test the whole workspace, or first `cargo build -p verbs-transport --examples`",
+        "{} was not built: test the whole workspace, or first `cargo build -p verbs-transport -p verbs-rma --examples`",
         program.display()
     );
-    let mut command = Command::new(program);
+    program
+}
+
+/// The example, ready for arguments.
+pub fn command(example: Example) -> Command {
+    let mut command = Command::new(program(example));
     command.env_remove("RUST_LOG").stdin(Stdio::null());
     command
 }

@@ -5,7 +5,7 @@ use std::{future::Future, net::SocketAddr, sync::Arc, time::Duration};
 use verbs_bootstrap::{InstanceId, Mtu, TcpNet};
 use verbs_transport::{
     Config,
-    fabric::{Fabric, SlabSizes},
+    fabric::{Fabric, SlabSizes, bulk::WindowPolicy},
     sim::{Faults, HostConfig, SimConfig, SimFabric, SimWorld},
     verbs::{DeviceConfig, DeviceFabric},
 };
@@ -49,14 +49,40 @@ pub const SMALL_SLABS: SlabSizes =
 pub struct SimLab {
     /// The world.
     pub world: SimWorld,
+    /// Whether its devices' memory windows are used.
+    pub windows: WindowPolicy,
 }
 
 impl SimLab {
     /// A world with 2 to 5 µs from host to host.
     pub fn new(seed: u64, faults: Faults) -> Self {
+        Self::of(Self::timed(seed, faults))
+    }
+
+    /// The same, where bulk memory moves at 100 MB a second on each connection: there is time for things to happen.
+    pub fn new_bulk(seed: u64, faults: Faults) -> Self {
+        let config = SimConfig { bulk_bytes_per_second: 100_000_000, ..Self::timed(seed, faults) };
+        Self::of(config)
+    }
+
+    /// A world of these settings.
+    pub fn of(config: SimConfig) -> Self {
+        Self { world: SimWorld::new(config), windows: WindowPolicy::Auto }
+    }
+
+    /// The same with memory windows used or not.
+    #[must_use]
+    pub fn with_windows(self, windows: WindowPolicy) -> Self {
+        Self { windows, ..self }
+    }
+
+    fn host(&self, n: u32, config: HostConfig) -> SimFabric {
+        self.world.host(Self::addr(n), HostConfig { windows: self.windows, ..config })
+    }
+
+    fn timed(seed: u64, faults: Faults) -> SimConfig {
         let us = Duration::from_micros;
-        let config = SimConfig { seed, faults, latency: us(2)..=us(5), net_latency: us(20)..=us(50) };
-        Self { world: SimWorld::new(config) }
+        SimConfig { seed, faults, latency: us(2)..=us(5), net_latency: us(20)..=us(50), ..SimConfig::default() }
     }
 
     /// The address of host `n`.
@@ -71,15 +97,15 @@ impl Lab for SimLab {
     fn fabric_with(&self, n: u32, slabs: SlabSizes) -> SimFabric {
         // Room for the send queues of as many peers as the SRQ carries.
         let cq_depth = HostConfig::default().cq_depth.max(slabs.receive_slabs.saturating_mul(4));
-        self.world.host(Self::addr(n), HostConfig { slabs, cq_depth, ..HostConfig::default() })
+        self.host(n, HostConfig { slabs, cq_depth, ..HostConfig::default() })
     }
 
     fn fabric_cq(&self, n: u32, slabs: SlabSizes, cq_depth: u32) -> SimFabric {
-        self.world.host(Self::addr(n), HostConfig { slabs, cq_depth, ..HostConfig::default() })
+        self.host(n, HostConfig { slabs, cq_depth, ..HostConfig::default() })
     }
 
     fn fabric_mtu(&self, n: u32, mtu: Mtu) -> SimFabric {
-        self.world.host(Self::addr(n), HostConfig { slabs: SMALL_SLABS, mtu, ..HostConfig::default() })
+        self.host(n, HostConfig { slabs: SMALL_SLABS, mtu, ..HostConfig::default() })
     }
 
     fn config(&self, n: u32) -> Config {
@@ -163,10 +189,23 @@ where
     S: FnOnce(Arc<SimLab>) -> R,
     R: Future<Output = ()>,
 {
+    on_sim_lab(SimLab::new(seed, faults), scenario);
+}
+
+/// The same on a lab that is made already.
+///
+/// # Panics
+///
+/// As [`on_sim`].
+pub fn on_sim_lab<S, R>(lab: SimLab, scenario: S)
+where
+    S: FnOnce(Arc<SimLab>) -> R,
+    R: Future<Output = ()>,
+{
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().expect("a runtime");
-    let lab = Arc::new(SimLab::new(seed, faults));
-    let printer = PrintSeed(seed);
+    let lab = Arc::new(lab);
+    let printer = PrintSeed(lab.world.seed());
     runtime.block_on(async {
         scenario(lab.clone()).await;
         // Tasks that were told to end get their turn.
@@ -190,7 +229,7 @@ where
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build().expect("a runtime");
     let world = runtime.block_on(async { SimWorld::new(SimConfig::seeded(1)) });
-    let lab = Arc::new(SimLab { world });
+    let lab = Arc::new(SimLab { world, windows: WindowPolicy::Auto });
     runtime.block_on(async {
         scenario(lab.clone()).await;
         // Tasks that were told to end get their turn.

@@ -98,6 +98,11 @@ impl PeerProcess {
         &self.address
     }
 
+    /// Its process number, on its host.
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
     /// The port that it listens on.
     ///
     /// # Panics
@@ -113,10 +118,22 @@ impl PeerProcess {
     ///
     /// When none comes, or it is an error.
     pub fn ask(&mut self, command: &str) -> String {
+        self.try_ask(command).unwrap_or_else(|error| panic!("{command:?}: {error}"))
+    }
+
+    /// The same, for a command that it may refuse.
+    ///
+    /// # Errors
+    ///
+    /// What it says.
+    ///
+    /// # Panics
+    ///
+    /// When no answer comes.
+    pub fn try_ask(&mut self, command: &str) -> Result<String, String> {
         self.tell(command);
         let answer = self.line(ANSWER_PATIENCE);
-        assert!(!answer.starts_with("error"), "{command:?}: {answer}");
-        answer
+        if answer.starts_with("error") { Err(answer) } else { Ok(answer) }
     }
 
     /// The same, for an answer in JSON.
@@ -208,14 +225,23 @@ impl PeerProcess {
     ///
     /// When it does not end well.
     pub fn finish(mut self) {
-        match self.input.take() {
-            Some(Input::Shared(mut file, _)) => writeln!(file, "exit").expect("the shared folder is writable"),
-            pipe => drop(pipe),
+        match &mut self.input {
+            Some(Input::Shared(..)) => self.tell("exit"),
+            pipe => drop(pipe.take()),
         }
+        self.await_end(true);
+    }
+
+    /// Waits until it has ended, as it was told to or by a signal.
+    ///
+    /// # Panics
+    ///
+    /// When it does not, or does not end well although it should.
+    pub fn await_end(&mut self, well: bool) {
         let deadline = Instant::now() + ANSWER_PATIENCE;
         loop {
             if let Some(status) = self.child.try_wait().expect("a child of ours") {
-                assert!(status.success(), "the peer ended with {status}");
+                assert!(!well || status.success(), "the peer ended with {status}");
                 return;
             }
             assert!(Instant::now() < deadline, "the peer does not end");
@@ -285,9 +311,19 @@ pub fn sh_on_second_host(line: &str) {
     check(line, on_second_host("sh").args(["-c", line]));
 }
 
-fn check(line: &str, command: &mut Command) {
+/// What a command line prints on the other host; it must succeed.
+///
+/// # Panics
+///
+/// When it does not.
+pub fn output_on_second_host(line: &str) -> String {
+    check(line, on_second_host("sh").args(["-c", line]))
+}
+
+fn check(line: &str, command: &mut Command) -> String {
     let output = command.stdin(Stdio::null()).output().expect("a shell");
     assert!(output.status.success(), "`{line}`: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
 /// Two digits a byte.

@@ -7,9 +7,10 @@ use std::time::{Duration, Instant};
 use verbs_bootstrap::TcpNet;
 use verbs_tests::{
     lab::{DeviceLab, Lab, SMALL_SLABS},
-    leaks::{Census, device_turn, hw_counter},
+    leaks::{Census, device_turn, hw_counter, open_descriptors},
+    network::{LinkDown, Side, Weather},
     node::{Node, next_within},
-    process::{PeerProcess, sh, sh_on_second_host},
+    process::{PeerProcess, sh_on_second_host},
     traffic::{Run, Tally},
 };
 use verbs_transport::{Config, InstanceId, verbs::DeviceFabric};
@@ -18,6 +19,9 @@ const PEER: &str = env!("CARGO_BIN_EXE_peer");
 const LONG: Duration = Duration::from_secs(40);
 /// The contract's bound for the end of every frame after a peer's death.
 const END_WITHIN: Duration = Duration::from_secs(6);
+
+/// The peer's, over its restarts.
+const NAME: &str = "instance=7";
 
 type Lead = Node<DeviceFabric<TcpNet>>;
 
@@ -33,7 +37,7 @@ impl Hosts {
         let lab = DeviceLab::new();
         let address = |name: &str| std::env::var(name).expect("two hosts are needed: `cargo softroce test`");
         let (here, there) = (address("SOFTROCE_ADDRESS"), address("SOFTROCE_PEER"));
-        let peer = PeerProcess::start_on_second_host(PEER, &[&format!("bind={there}:0")]);
+        let peer = PeerProcess::start_on_second_host(PEER, &[NAME, &format!("bind={there}:0")]);
         let bind = format!("{here}:0").parse().expect("an address");
         let node = Node::start_with(lab.fabric(1), Config { bind, ..lab.config(1) }).await;
         let mut hosts = Self { id: node.worker.register(peer.address()).expect("good"), node, peer };
@@ -109,36 +113,6 @@ impl Hosts {
         self.node.stop().await;
         self.peer.wait_for("end of the last QP", Duration::from_secs(5), |stats| stats["qps"] == 0);
         self.peer.finish();
-    }
-}
-
-/// The network between the hosts, both ways; as it was when this is dropped.
-struct Weather;
-
-impl Weather {
-    fn set(netem: &str) -> Self {
-        eprintln!("netem {netem}");
-        let line = format!("tc qdisc replace dev eth0 root netem {netem}");
-        sh(&line);
-        sh_on_second_host(&line);
-        Self
-    }
-}
-
-impl Drop for Weather {
-    fn drop(&mut self) {
-        let line = "tc qdisc del dev eth0 root";
-        sh(line);
-        sh_on_second_host(line);
-    }
-}
-
-/// A link that is down for as long as this lives, also when the test fails.
-struct LinkDown(fn(&str));
-
-impl Drop for LinkDown {
-    fn drop(&mut self) {
-        self.0("ip link set eth0 up");
     }
 }
 
@@ -241,7 +215,7 @@ fn cut_for(length: Duration) {
         let back = hosts.peer.ask(&format!("send {} 3000 2000", hosts.node.id()));
         hosts.arrived(&flowing, 100, LONG);
         let since = Instant::now();
-        let cut = Weather::set("loss 100%");
+        let cut = Weather::cut();
         if length > END_WITHIN {
             hosts.all_ended("path cut", since);
             let late = Run::new(10);
@@ -274,6 +248,97 @@ fn cut_for(length: Duration) {
     });
 }
 
+/// The path never heals. Everything that is under way ends typed in time, and so does whatever is tried in the half minute
+/// after; nothing grows, and shutdown is prompt.
+#[test]
+fn path_cut_for_good_ends_everything_in_time() {
+    run(|mut hosts| async move {
+        let flowing = Run::new(2000);
+        let flow = flowing.flow(&hosts.node.worker, hosts.id);
+        hosts.arrived(&flowing, 100, LONG);
+        let descriptors = open_descriptors();
+        let since = Instant::now();
+        let cut = Weather::cut();
+        hosts.all_ended("path cut for good", since);
+        flow.abort();
+        let (mut rounds, mut longest) = (0, Duration::ZERO);
+        while since.elapsed() < Duration::from_secs(32) {
+            let (late, sent) = (Run::new(10), Instant::now());
+            late.burst(&hosts.node.worker, hosts.id, 300);
+            while late.failures().len() < 300 {
+                assert!(sent.elapsed() < END_WITHIN, "{:?}; {:?}", late.reasons(), hosts.node.worker.stats());
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+            let asked = Instant::now();
+            hosts.node.worker.ensure_connected(hosts.id).await.expect_err("nobody is there");
+            (rounds, longest) = (rounds + 1, longest.max(asked.elapsed()).max(asked - sent));
+            assert!(asked.elapsed() < END_WITHIN, "{:?}", asked.elapsed());
+            let stats = hosts.node.worker.stats();
+            assert!(stats.qps <= 1 && stats.receives_promised <= 70 && stats.peers_known == 1, "{stats:?}");
+            assert!(open_descriptors() <= descriptors + 1, "one dial at a time: {}", open_descriptors());
+        }
+        eprintln!("  {rounds} rounds of later sends and connects; the longest took {longest:?}");
+        let last = Run::new(10);
+        last.burst(&hosts.node.worker, hosts.id, 10);
+        let stopping = Instant::now();
+        hosts.node.worker.shutdown().await;
+        assert!(stopping.elapsed() < Duration::from_millis(2500), "shutdown took {:?}", stopping.elapsed());
+        assert_eq!(last.failures().len(), 10, "{:?}", last.reasons());
+        let stats = hosts.peer.wait_for("end of the peer's QP", END_WITHIN, |stats| stats["qps"] == 0);
+        flowing.assert_accounted(&stats["received"]);
+        drop(cut);
+        hosts.node.errors.assert_none();
+        hosts.peer.finish();
+    });
+}
+
+/// B05 on two hosts: the peer is killed behind a cut path, so that nothing tells of its death, and comes back on its port
+/// under its name. What is sent within 10 ms of learning that arrives, whether discovery tells of the new run or its own
+/// hello does; every frame of the old connection ends as `PeerRestarted`.
+#[test]
+fn a_restart_that_nothing_told_of_ends_the_old_frames_as_restarted() {
+    run(|mut hosts| async move {
+        let there = std::env::var("SOFTROCE_PEER").expect("two hosts");
+        for round in 0..2u64 {
+            hosts.exchange(10, 100).await;
+            let cut = Weather::cut();
+            let bind = format!("bind={there}:{}", hosts.peer.port());
+            // The kernel says a dead process's last word again and again: once and no more, within 0.6 s.
+            sh_on_second_host("sysctl -qw net.ipv4.tcp_orphan_retries=1");
+            sh_on_second_host(&format!("kill -KILL {}", hosts.peer.pid()));
+            hosts.peer.await_end(false);
+            hosts.peer = PeerProcess::start_on_second_host(PEER, &[NAME, &bind]);
+            std::thread::sleep(Duration::from_secs(1));
+            sh_on_second_host("sysctl -qw net.ipv4.tcp_orphan_retries=0");
+            drop(cut);
+            hosts.peer.register(&hosts.node.worker.address());
+            assert_eq!(hosts.node.worker.stats().connections, 1, "nothing told of it");
+            // Nobody takes them; before their retries are over, the new run is known.
+            let old = Run::new(2000);
+            old.burst(&hosts.node.worker, hosts.id, 1000);
+            if round == 0 {
+                hosts.node.worker.register(hosts.peer.address()).expect("good");
+            } else {
+                hosts.peer.ask(&format!("connect {}", hosts.node.id()));
+            }
+            let (new, sent) = (Run::new(100), Instant::now());
+            new.burst(&hosts.node.worker, hosts.id, 100);
+            let stats = hosts.arrived(&new, 100, Duration::from_secs(5));
+            eprintln!("  100 frames {:?} after the restart became known; {:?}", sent.elapsed(), old.reasons());
+            new.assert_accounted(&stats["received"]);
+            assert_eq!(new.failures().len(), 0, "{:?}", new.reasons());
+            while old.failures().len() < 1000 {
+                assert!(sent.elapsed() < END_WITHIN, "{:?}", old.reasons());
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            assert!(old.reasons().keys().all(|why| why.contains("the peer restarted")), "{:?}", old.reasons());
+            let ended = hosts.node.worker.stats().ended;
+            assert_eq!(ended.get("peer_restarted"), Some(&(round + 1)), "{ended:?}");
+        }
+        hosts.stop().await;
+    });
+}
+
 /// The host falls silent: it hears everything and nothing comes from it, not even a reset, over RDMA or TCP. All ends in
 /// time, also what is tried later; what arrived although its ACK did not is not taken for lost, nor sent twice.
 #[test]
@@ -283,17 +348,14 @@ fn silent_host_ends_typed_and_comes_back() {
         let flow = flowing.flow(&hosts.node.worker, hosts.id);
         hosts.arrived(&flowing, 100, LONG);
         let since = Instant::now();
-        let silence = Silence::begin();
+        let silence = Weather::silence(Side::There);
         hosts.all_ended("host silent", since);
         eprintln!("  {:?}", flowing.reasons());
         assert!(!flowing.failures().is_empty(), "it went in the middle");
-        // Twice: the second one finds the first one's back-off.
-        for _ in 0..2 {
-            let sent = Instant::now();
-            let error = hosts.node.worker.ensure_connected(hosts.id).await.expect_err("nobody is there");
-            eprintln!("  connecting: {error} after {:?}", sent.elapsed());
-            assert!(sent.elapsed() < END_WITHIN, "{:?}", sent.elapsed());
-        }
+        let sent = Instant::now();
+        let error = hosts.node.worker.ensure_connected(hosts.id).await.expect_err("nobody is there");
+        eprintln!("  connecting: {error} after {:?}", sent.elapsed());
+        assert!(sent.elapsed() < END_WITHIN, "{:?}", sent.elapsed());
         drop(silence);
         let took = hosts.recover(Duration::from_secs(12));
         eprintln!("  back {took:?} after the host spoke again");
@@ -304,23 +366,6 @@ fn silent_host_ends_typed_and_comes_back() {
     });
 }
 
-/// Nothing leaves the second host for as long as this lives. Its link stays up: with its link down under incoming traffic
-/// the emulated host itself stops.
-struct Silence;
-
-impl Silence {
-    fn begin() -> Self {
-        sh_on_second_host("tc qdisc replace dev eth0 root netem loss 100%");
-        Self
-    }
-}
-
-impl Drop for Silence {
-    fn drop(&mut self) {
-        sh_on_second_host("tc qdisc del dev eth0 root");
-    }
-}
-
 /// Own link down: a QP may hang without a word (Soft-RoCE does); the health check ends it.
 #[test]
 fn own_link_down_ends_typed_and_comes_back() {
@@ -329,8 +374,7 @@ fn own_link_down_ends_typed_and_comes_back() {
         let flow = flowing.flow(&hosts.node.worker, hosts.id);
         hosts.arrived(&flowing, 100, LONG);
         let since = Instant::now();
-        let down = LinkDown(sh);
-        sh("ip link set eth0 down");
+        let down = LinkDown::begin(Side::Here);
         hosts.all_ended("own link down", since);
         eprintln!("  {:?}", flowing.reasons());
         drop(down);

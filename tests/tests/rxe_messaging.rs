@@ -9,3 +9,9 @@ fn run<R: Future<Output = ()>>(scenario: impl FnOnce(Arc<DeviceLab>) -> R) {
 }
 
 verbs_tests::messaging_suite!(run);
+// They need real time.
+verbs_tests::suite!(
+    run,
+    verbs_tests::scenarios::progress,
+    [busy_poll_with_every_way_to_receive, polling_by_hand_needs_no_runtime,]
+);

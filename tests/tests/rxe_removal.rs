@@ -24,9 +24,22 @@ const MAKE: &str = "ip link add dummy0 type dummy && ip link set dummy0 mtu 4200
                     && ip addr add 10.99.0.1/24 dev dummy0 && ip addr add 10.99.0.2/24 dev dummy0 \
                     && rdma link add rxe0 type rxe netdev dummy0";
 
+/// Makes the device again when the test fails before it does: the binaries after this one need it.
+struct Remake;
+
+impl Drop for Remake {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            // Nobody is left to hear of a failure.
+            let _ = Command::new("sh").args(["-c", &format!("ip link del dummy0; {MAKE}")]).status();
+        }
+    }
+}
+
 /// Every operation fails typed within 2 s, whatever is tried later does, too, the worker ends, and a new device opens.
 #[test]
 fn deleted_link_ends_everything_typed_and_a_new_device_opens() {
+    let _remake = Remake;
     let before = Census::take();
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("a runtime");
@@ -57,7 +70,8 @@ fn deleted_link_ends_everything_typed_and_a_new_device_opens() {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
         eprintln!("ended after {:?}: {:?} and {:?}", deleted.elapsed(), traffic.reasons(), other_way.reasons());
-        assert!(!traffic.failures().is_empty() && !other_way.failures().is_empty());
+        // One of them may have had nothing under way at that moment.
+        assert!(traffic.failures().len() + other_way.failures().len() > 0);
 
         let late = Run::new(64);
         late.burst(&a.worker, b.id(), 10);

@@ -22,6 +22,7 @@ verbs_tests::suite!(
         spin_then_park_with_every_way_to_receive,
         manual_mode_with_every_way_to_receive,
         busy_poll_with_every_way_to_receive,
+        polling_by_hand_needs_no_runtime,
         a_handler_that_panics_stops_nothing,
         an_error_handler_that_panics_stops_nothing,
         flood_both_ways_without_a_stall,

@@ -1,6 +1,7 @@
 //! One run of one worker in the fault model, with the tasks that use it.
 
 use std::{
+    collections::VecDeque,
     sync::{
         Arc,
         atomic::{AtomicU32, Ordering},
@@ -159,12 +160,19 @@ impl Life {
     }
 }
 
-/// Takes the frames of one stream, now and then slowly, until the worker ends it.
+/// Takes the frames of one stream, now and then slowly, until the worker ends it. Keeps some, in whose slabs nothing may
+/// be received meanwhile: the simulation looks when they are dropped.
 async fn read(ledger: Ledger, mut rng: Rng, me: u32, run: Run, number: u8, mut stream: Stream, max: usize) {
+    let mut kept = VecDeque::new();
+    let keep = rng.usize(..30);
     while let Some(frame) = stream.recv().await {
         ledger.delivered(me, run, number, frame.kind, [&frame.header, &frame.payload], max);
         if rng.u8(..16) == 0 {
             sleep(Duration::from_millis(rng.u64(1..40))).await;
+        }
+        kept.push_back(frame);
+        if kept.len() > keep {
+            kept.remove(rng.usize(..kept.len()));
         }
     }
 }

@@ -97,7 +97,7 @@ async fn play(seed: u64, mood: Mood) -> Result<Outcome, String> {
         plan,
         mood,
     };
-    let mut stage = Stage { world, rng, lives: Vec::new(), dead: Vec::new(), runs: 0 };
+    let mut stage = Stage { world, rng, lives: Vec::new(), dead: Vec::new(), runs: 0, stale: 0 };
     let result = stage.play().await;
     match stage.world.ledger.broken() {
         Some(broken) => Err(broken),
@@ -116,6 +116,8 @@ struct Stage {
     /// Runs whose process was killed, to be shut down at the end.
     dead: Vec<Life>,
     runs: Run,
+    /// Stale completions that runs counted which have been shut down since.
+    stale: u64,
 }
 
 impl Stage {
@@ -178,6 +180,7 @@ impl Stage {
             2 => {
                 let mut life = self.lives.remove(at);
                 life.shut_down().await?;
+                self.stale += life.worker.stats().stale_completions;
                 drop(life);
                 self.restart(me).await?;
             }
@@ -187,6 +190,7 @@ impl Stage {
                     // Nobody polls any more: what had arrived is lost, as with a process that ends.
                     self.world.ledger.killed(me);
                 }
+                self.stale += life.worker.stats().stale_completions;
                 life.drop_worker();
                 sleep(Duration::from_millis(2)).await;
                 self.restart(me).await?;
@@ -307,7 +311,7 @@ impl Stage {
         }
         let mut open = self.world.ledger.open();
         let all = || self.lives.iter().chain(&self.dead);
-        let stale: u64 = all().map(|life| life.worker.stats().stale_completions).sum();
+        let stale = self.stale + all().map(|life| life.worker.stats().stale_completions).sum::<u64>();
         let replaced = |run| self.lives.iter().all(|life| life.run != run);
         if open.iter().filter(|(run, _)| replaced(*run)).count() as u64 <= stale {
             open.retain(|(run, _)| !replaced(*run));

@@ -79,7 +79,8 @@ pub fn worker(rng: &mut Rng, plan: &Plan, mood: Mood, n: u32) -> (Config, HostCo
     let window = rng.u16(8..=64);
     let send_wrs = rng.u32(16..=63);
     // Enough for every peer's window, as DESIGN's sum has it, and nothing to spare.
-    let receive_slabs = 80 + peers * (u32::from(window) + 6);
+    let zero_copy_slabs = one_of(rng, [0, 0, 4, 20]);
+    let receive_slabs = 80 + peers * (u32::from(window) + 6) + zero_copy_slabs;
     let harsh = mood == Mood::Harsh;
     // Ended connections linger, so a harsh run needs room for more than its peers.
     let cq_depth = if harsh { 8191 } else { receive_slabs + peers * send_wrs };
@@ -108,6 +109,8 @@ pub fn worker(rng: &mut Rng, plan: &Plan, mood: Mood, n: u32) -> (Config, HostCo
         eager_max_bytes: 64 << 10,
         channel_frames: one_of(rng, [1, 4, 32, 256]),
         inbound_max_bytes: 64 << 10,
+        zero_copy_slabs,
+        zero_copy_min_bytes: rng.u32(0..=200),
         progress: if rng.u8(..3) == 0 { Progress::Manual } else { Progress::Event },
         flush_deadline: millis(rng, 100..=1000),
         tail_probe_after: millis(rng, 1..=20),

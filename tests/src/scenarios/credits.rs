@@ -118,8 +118,11 @@ pub async fn crossed_first_sends<L: Lab>(lab: Arc<L>) {
         let barrier = Arc::new(tokio::sync::Barrier::new(2));
         let burst = |node: &Node<L::F>, to| {
             let (worker, errors, barrier) = (node.worker.clone(), node.errors.clone(), barrier.clone());
+            // MT-30: at random offsets, every other time.
+            let offset = Duration::from_micros(if round % 2 == 0 { 0 } else { fastrand::u64(..3000) });
             tokio::spawn(async move {
                 barrier.wait().await;
+                tokio::time::sleep(offset).await;
                 for n in 0..3 {
                     let header = format!("{n}").into();
                     let _ = worker.send(to, header, "crossed".into(), MessageType::Message, errors.clone());

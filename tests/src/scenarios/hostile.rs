@@ -8,12 +8,12 @@ use std::{
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use verbs_bootstrap::{
-    Endpoint, Generation, Incarnation, InstanceId, LifeSocket, Net, NetListener, Offer, Psn, QpEndpoint, RdAtomic,
-    WorkerAddress, dial,
+    Endpoint, Generation, Incarnation, InstanceId, LifeSocket, Net, NetListener, Offer, Plane, Psn, QpEndpoint,
+    RdAtomic, WorkerAddress, dial,
 };
 use verbs_transport::{
     MessageType, SendError,
-    fabric::{Fabric, FabricQp, QpCaps, QpPath, RecvSlab, SendData, SendWr, WrSeq},
+    fabric::{Fabric, FabricQp, QpCaps, QpPath, RecvSlab, SendData, SendSlab, SendWr, SlabSizes, WrSeq},
 };
 
 use crate::{
@@ -28,13 +28,14 @@ struct Bare<F: Fabric> {
     fabric: F,
     qp: Arc<F::Qp>,
     sent: u64,
+    slabs: Vec<SendSlab>,
     _life: LifeSocket<StreamOf<F>>,
     _receives: Vec<RecvSlab>,
 }
 
 impl<F: Fabric> Bare<F> {
     async fn connect(fabric: F, to: &Endpoint, instance: u128, timers: verbs_transport::fabric::QpTimers) -> Self {
-        let (mut receives, _) = fabric.take_slabs();
+        let (mut receives, slabs) = fabric.take_slabs();
         fabric.post_receives(&mut receives).expect("receives are posted");
         let qp = Arc::new(fabric.create_qp(QpCaps { send_wrs: 31, inline_bytes: 60 }).expect("a QP"));
         let psn = Psn::from_random(0x12_3456);
@@ -47,8 +48,8 @@ impl<F: Fabric> Bare<F> {
             generation: Generation(1),
             echoed_generation: Generation(0),
             port,
-            messaging: QpEndpoint { qpn: qp.qpn(), psn },
-            bulk: None,
+            plane: Plane::Messaging,
+            qp: QpEndpoint { qpn: qp.qpn(), psn },
             rd_atomic: limits.rd_atomic,
             slab_bytes: fabric.slabs().receive_bytes,
             window_slabs: 64,
@@ -59,7 +60,7 @@ impl<F: Fabric> Bare<F> {
         let dialed = dial(fabric.net(), to.bootstrap[0], &hello, &config).await.expect("the worker answers");
         let reply = dialed.reply.clone();
         let path = QpPath {
-            remote: reply.messaging,
+            remote: reply.qp,
             remote_port: reply.port,
             local_psn: psn,
             mtu: port.mtu.min(reply.port.mtu),
@@ -68,14 +69,18 @@ impl<F: Fabric> Bare<F> {
         };
         F::Qp::connect(qp.clone(), path).await.expect("RTS");
         let life = dialed.ready().await.expect("READY goes out");
-        Self { fabric, qp, sent: 0, _life: life, _receives: receives }
+        Self { fabric, qp, sent: 0, slabs, _life: life, _receives: receives }
     }
 
     fn post(&mut self, bytes: &[u8]) {
-        let wr = SendWr { seq: WrSeq(self.sent), signaled: true, data: SendData::Inline(bytes) };
+        self.post_data(SendData::Inline(bytes));
+        let _ = self.fabric.poll(&mut Vec::new());
+    }
+
+    fn post_data(&mut self, data: SendData<'_>) {
+        let wr = SendWr { seq: WrSeq(self.sent), signaled: true, data };
         self.qp.post(&[wr]).expect("room for a few");
         self.sent += 1;
-        let _ = self.fabric.poll(&mut Vec::new());
     }
 }
 
@@ -132,6 +137,52 @@ pub async fn two_malformed_frames_end_a_connection<L: Lab>(lab: Arc<L>) {
     let _ = next(&mut b.inbound.message).await;
     assert_eq!(a.worker.stats().epochs_ended, 0, "the other peer's connection has lived");
     wait_for(|| b.worker.stats().qps == 1, "the broken connections are gone").await;
+    a.stop().await;
+    b.stop().await;
+}
+
+/// B11, MT-30: a message that is longer than any receive drops the worker's QP to ERR, with frames in flight and queued.
+/// Each has one end, in bounded time; QP, slabs and receives are free again, and the next connection works.
+pub async fn b11_a_qp_that_falls_to_err_ends_every_frame_once<L: Lab>(lab: Arc<L>) {
+    let mut b = Node::start(&*lab, 2).await;
+    let endpoint = b.worker.address().endpoint().expect("b is started");
+    let timers = lab.config(1).timers;
+    let slabs = b.worker.fabric().slabs();
+    let longer = SlabSizes { send_slabs: 1, send_bytes: 2 * slabs.receive_bytes, ..slabs };
+    let mut peer = Bare::connect(lab.fabric_with(3, longer), &endpoint, 300, timers).await;
+    let me = InstanceId(300);
+    let address = Endpoint { instance: me, incarnation: Incarnation(77), devices: Vec::new(), ..endpoint.clone() };
+    b.worker.register(&WorkerAddress::encode(&address).expect("valid")).expect("registered");
+    peer.post(&header(0, WHOLE, 0, 0));
+    let _ = next(&mut b.inbound.message).await;
+    let count = 300u32;
+    for n in 0..count {
+        let _ = b.send(me, MessageType::Message, n.to_be_bytes().to_vec(), "in flight or queued");
+    }
+    let slab = peer.slabs.pop().expect("one");
+    let began = tokio::time::Instant::now();
+    peer.post_data(SendData::Slab { slab: &slab, len: 2 * slabs.receive_bytes });
+    let home = || {
+        let stats = b.worker.stats();
+        (stats.qps, stats.receives_promised, stats.send_slabs_free) == (0, 0, slabs.send_slabs as usize)
+    };
+    wait_for(home, "QP, receives and slabs come home").await;
+    let stats = b.worker.stats();
+    eprintln!("ended by {:?} after {:?}: {} of {count} reported", stats.ended, began.elapsed(), b.errors.count());
+    assert_eq!(stats.epochs_ended, 1, "{stats:?}");
+    // The window was delivered, for the peer's device had acknowledged it; what waited for credits was not.
+    let reported: Vec<u32> =
+        b.errors.all().iter().map(|(header, _, _)| u32::from_be_bytes(header[..].try_into().expect("four"))).collect();
+    assert!(reported.len() >= count as usize - 64, "{}", reported.len());
+    let suffix: Vec<u32> = (count - u32::try_from(reported.len()).expect("few")..count).collect();
+    let mut sorted = reported;
+    sorted.sort_unstable();
+    assert_eq!(sorted, suffix, "each once, and none before one that arrived");
+    drop((peer, slab));
+    let a = Node::start(&*lab, 1).await;
+    a.register(&b);
+    a.send_numbered(b.id(), MessageType::Message, 1);
+    crate::node::assert_numbered(&next(&mut b.inbound.message).await, 1);
     a.stop().await;
     b.stop().await;
 }

@@ -3,7 +3,7 @@
 use std::{
     sync::{
         Arc, Mutex,
-        atomic::{AtomicU32, Ordering},
+        atomic::{AtomicBool, AtomicU32, Ordering},
     },
     time::Duration,
 };
@@ -139,6 +139,34 @@ pub async fn spin_then_park_with_every_way_to_receive<L: Lab>(lab: Arc<L>) {
 /// DESIGN section 3: nobody polls but the application.
 pub async fn manual_mode_with_every_way_to_receive<L: Lab>(lab: Arc<L>) {
     all_ways(&*lab, Progress::Manual).await;
+}
+
+/// DESIGN section 3: a thread of the application's that knows nothing of a runtime. Needs real time.
+pub async fn polling_by_hand_needs_no_runtime<L: Lab>(lab: Arc<L>) {
+    let mut a = Node::start(&*lab, 1).await;
+    let b = Worker::new(Config { progress: Progress::Manual, ..lab.config(2) }, lab.fabric(2)).expect("valid");
+    let mut inbound = b.start().await.expect("started");
+    a.worker.register(&b.address()).expect("registered");
+    let to_a = b.register(&a.worker.address()).expect("registered");
+    let _ = a.send(b.instance(), MessageType::Message, "to b", "x");
+    let (done, errors, polled) = (Arc::new(AtomicBool::new(false)), a.errors.clone(), b.clone());
+    let until = done.clone();
+    let polling = std::thread::spawn(move || {
+        while !until.load(Ordering::Acquire) {
+            polled.progress().expect("the device is there");
+            if let Some(frame) = inbound.message.try_recv() {
+                let _ = polled.send(to_a, frame.header, frame.payload, MessageType::Response, errors.clone());
+            }
+            std::thread::yield_now();
+        }
+    });
+    let answer = tokio::time::timeout(4 * PATIENCE, a.inbound.response.recv()).await;
+    done.store(true, Ordering::Release);
+    tokio::task::spawn_blocking(|| polling.join()).await.expect("no panic").expect("no panic");
+    assert_eq!(answer.expect("in time").expect("the stream is open").header, "to b");
+    a.errors.assert_none();
+    a.stop().await;
+    b.shutdown().await;
 }
 
 /// DESIGN section 3: a thread of its own. Needs real time.

@@ -11,19 +11,32 @@ use verbs_transport::{Config, MessageType, fabric::SlabSizes};
 
 use crate::{
     lab::Lab,
+    leaks::{held_bytes, open_descriptors, resident_bytes},
     node::{Node, assert_numbered, next, next_within},
 };
 
 /// Enough for one peer.
 const TINY_SLABS: SlabSizes = SlabSizes { receive_slabs: 96, receive_bytes: 4096, send_slabs: 16, send_bytes: 4096 };
 
+/// Memory that a process may have gained from one fifth of the cycles to their end: buffers that grew...
+const GROWTH_MAX_BYTES: u64 = 64 << 10;
+/// ...and at each cycle what a simulated world remembers of the device that is gone, 1 KiB. Two QPs would be 15 KiB.
+const GROWTH_MAX_CYCLE_BYTES: u64 = 1280;
+
 /// B23: one worker stays, others come, exchange a message and go; every tenth is ended in the middle of its hand-shake.
-/// Whoever runs this compares the counts of descriptors, QPs, MRs and threads.
+/// Whoever runs this compares the counts of descriptors, QPs, MRs and threads. `VERBS_CYCLES` says how many, 5,000 on sim
+/// and 500 on a device unless said.
 pub async fn connect_and_close_cycles<L: Lab>(lab: Arc<L>) {
-    let cycles = lab.rounds(5000, 500);
+    let asked = std::env::var("VERBS_CYCLES").ok();
+    let asked = asked.map(|text| text.parse().unwrap_or_else(|_| panic!("VERBS_CYCLES is no number: {text}")));
+    let cycles = asked.unwrap_or_else(|| lab.rounds(5000, 500));
+    let mut warm = (0, 0);
     let mut a = Node::start(&*lab, 1).await;
     let mut aborted = 0;
     for cycle in 0..cycles {
+        if cycle == cycles / 5 {
+            warm = (held_bytes(), open_descriptors());
+        }
         let config = lab.config(2);
         // The same name each time, but another run.
         let seed = config.seed.map(|seed| seed ^ u64::from(cycle + 1));
@@ -60,6 +73,11 @@ pub async fn connect_and_close_cycles<L: Lab>(lab: Arc<L>) {
     eprintln!("{cycles} cycles, {aborted} aborted: {} epochs, {} proven", stats.epochs_begun, stats.connections_made);
     assert_eq!((stats.receives_promised, stats.connections), (0, 0), "{stats:?}");
     assert!(stats.connections_made >= u64::from(cycles - aborted), "{stats:?}");
+    let now = (held_bytes(), open_descriptors());
+    eprintln!("held: {} KiB after {} cycles, {} KiB after all", warm.0 >> 10, cycles / 5, now.0 >> 10);
+    let growth = GROWTH_MAX_BYTES + u64::from(cycles) * GROWTH_MAX_CYCLE_BYTES;
+    assert!(now.0 <= warm.0 + growth, "memory grows: {} bytes after {}, {} now", warm.0, cycles / 5, now.0);
+    assert!(now.1 <= warm.1, "{} descriptors after {}, {} now", warm.1, cycles / 5, now.1);
     a.stop().await;
 }
 
@@ -141,11 +159,3 @@ pub async fn many_peers<L: Lab>(lab: Arc<L>) {
 }
 
 const LONG: Duration = Duration::from_secs(60);
-
-/// Resident and pinned pages of this process, in bytes.
-fn resident_bytes() -> u64 {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let line = status.lines().find(|line| line.starts_with("VmRSS:")).unwrap_or_default();
-    let kib = line.split_whitespace().nth(1).and_then(|word| word.parse::<u64>().ok());
-    kib.unwrap_or(0) << 10
-}

@@ -11,3 +11,4 @@ mod events;
 mod messages;
 mod opening;
 mod teardown;
+mod windows;

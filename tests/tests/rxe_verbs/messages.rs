@@ -1,14 +1,19 @@
 //! Bytes from one QP to another.
 
-use std::sync::Arc;
-
-use verbs_bootstrap::Mtu;
-use verbs_transport::{
-    fabric::{Fabric, FabricQp, POST_BATCH, SendData, SendWr, Wc, WrSeq},
-    verbs::DeviceConfig,
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
 };
 
-use crate::rig::{Rig, config, connect, from_slab, inline, leaving_nothing, open, pattern};
+use verbs_bootstrap::Mtu;
+use verbs_tests::leaks::hw_counter;
+use verbs_transport::{
+    Config,
+    fabric::{Fabric, FabricQp, POST_BATCH, QpPath, SendData, SendWr, Wc, WrSeq},
+    verbs::{DeviceConfig, DeviceQp},
+};
+
+use crate::rig::{Rig, config, connect, from_slab, inline, leaving_nothing, open, path_to, pattern};
 
 /// B17: both sides of the inline limit, and of the slab's.
 #[test]
@@ -202,5 +207,35 @@ fn threads_may_share_a_qp() {
         for thread in threads {
             thread.join().expect("a sender");
         }
+    });
+}
+
+/// B06: no receive is posted for a second. The RNR counter moves, and the message arrives at once when one is: timer code 3
+/// is 30 µs, not the 655 ms of code 0.
+///
+/// The timers are a worker's. Soft-RoCE's ACK timer runs on while the peer asks for patience, so after (6 + 1) × 268 ms it
+/// is `RETRY_EXC` all the same, although `rnr_retry` says for ever: with a timeout code of 14, before this second is over.
+#[test]
+fn a_receive_posted_after_a_second_is_taken_at_once() {
+    leaving_nothing(async {
+        let device = open(&config()).expect("a device");
+        let (mut receives, sends) = device.take_slabs();
+        let mut rig = Rig { device, spare: Vec::new(), send_slabs: sends };
+        let (a, b) = (rig.qp(), rig.qp());
+        for (qp, peer) in [(&a, &b), (&b, &a)] {
+            let path = QpPath { timers: Config::default().timers, ..path_to(peer, &rig.device, Mtu::B1024) };
+            DeviceQp::connect(Arc::clone(qp), path).await.expect("a path");
+        }
+        let naks = || hw_counter("send_rnr_err") + hw_counter("rcvd_rnr_err");
+        let before = naks();
+        a.post(&[inline(0, b"patience")]).expect("a post");
+        std::thread::sleep(Duration::from_secs(1));
+        assert!(naks() > before, "the peer asks for patience");
+        let posted = Instant::now();
+        rig.device.post_receives(&mut receives).expect("an SRQ takes all its slabs");
+        assert_eq!(rig.receive_one(), b"patience");
+        let took = posted.elapsed();
+        eprintln!("{took:?} from the receive to the message; {} RNR NAKs", naks() - before);
+        assert!(took < Duration::from_millis(300), "{took:?}");
     });
 }

@@ -267,13 +267,20 @@ fn too_little_lockable_memory_is_told_with_numbers() {
         return;
     }
     leaving_nothing(async {
-        let run = |slab_bytes| {
-            as_ordinary_user("opening::too_little_lockable_memory_is_told_with_numbers", slab_bytes, "131072")
+        let run = |slab_bytes, memlock| {
+            as_ordinary_user("opening::too_little_lockable_memory_is_told_with_numbers", slab_bytes, memlock)
         };
-        let text = run("8192");
-        assert!(text.contains("need 655360 bytes of locked memory, but RLIMIT_MEMLOCK is 131072 bytes"), "{text}");
-        assert!(text.contains("ulimit -l"), "the remedy: {text}");
-        assert!(run("512").contains("opened"), "40 KiB fit");
+        for (slab_bytes, need, memlock) in
+            [("8192", 655_360, "65536"), ("8192", 655_360, "131072"), ("131072", 10_485_760, "8388608")]
+        {
+            let text = run(slab_bytes, memlock);
+            let told = format!("need {need} bytes of locked memory, but RLIMIT_MEMLOCK is {memlock} bytes");
+            assert!(text.contains(&told), "{told}: {text}");
+            assert!(text.contains("ulimit -l"), "the remedy: {text}");
+        }
+        for (slab_bytes, memlock) in [("512", "65536"), ("512", "131072"), ("8192", "8388608")] {
+            assert!(run(slab_bytes, memlock).contains("opened"), "80 slabs of {slab_bytes} bytes fit into {memlock}");
+        }
     });
 }
 
