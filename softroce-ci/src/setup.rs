@@ -225,10 +225,14 @@ fn exists(paths: &[&str]) -> bool {
 /// A file in a directory of libraries whose path there starts so.
 fn library(start: &str) -> bool {
     let (dir, file) = start.rsplit_once('/').unwrap_or(("", start));
+    library_like(dir, |name| name.starts_with(file))
+}
+
+/// A file of such a name in this directory of a directory of libraries.
+fn library_like(dir: &str, is_it: impl Fn(&str) -> bool) -> bool {
     library_dirs().iter().any(|lib| {
         let entries = std::fs::read_dir(lib.join(dir));
-        entries
-            .is_ok_and(|entries| entries.flatten().any(|entry| entry.file_name().to_string_lossy().starts_with(file)))
+        entries.is_ok_and(|entries| entries.flatten().any(|entry| is_it(&entry.file_name().to_string_lossy())))
     })
 }
 
@@ -243,7 +247,16 @@ fn library_dirs() -> Vec<PathBuf> {
 }
 
 fn libclang() -> bool {
-    std::env::var_os("LIBCLANG_PATH").is_some() || library("libclang.so") || library("libclang-")
+    std::env::var_os("LIBCLANG_PATH").is_some() || library_like("", is_libclang)
+}
+
+/// `libclang.so`, `libclang.so.14`, `libclang-14.so`, `libclang-14.so.1`. LLVM's tools bring a `libclang-cpp.so.14`, which is
+/// another library: it has Clang's C++ interface, bindgen loads the C one.
+fn is_libclang(name: &str) -> bool {
+    let version = name.strip_prefix("libclang").and_then(|rest| rest.split_once(".so")).map(|(version, _)| version);
+    version.is_some_and(|version| {
+        version.is_empty() || version.starts_with('-') && version[1..].starts_with(|c: char| c.is_ascii_digit())
+    })
 }
 
 #[cfg(test)]
@@ -255,6 +268,16 @@ mod tests {
         assert!(which("sh").is_some());
         assert!(which("no-such-program-here").is_none());
         assert!(search_path().split(':').any(|dir| dir == "/usr/sbin"));
+    }
+
+    #[test]
+    fn the_cpp_library_of_clang_is_not_libclang() {
+        for name in ["libclang.so", "libclang.so.1", "libclang-14.so", "libclang-14.so.1", "libclang-14.so.14.0.6"] {
+            assert!(is_libclang(name), "{name}");
+        }
+        for name in ["libclang-cpp.so.14", "libclang-cpp14.so", "libclang_rt.so", "libclang.a", "libclang-"] {
+            assert!(!is_libclang(name), "{name}");
+        }
     }
 
     #[test]
