@@ -1,9 +1,8 @@
 //! One allocation and its lock.
 
-use std::{
-    fmt,
-    sync::{Mutex, PoisonError},
-};
+use std::fmt;
+
+use parking_lot::Mutex;
 
 use super::raw::RawBytes;
 
@@ -15,6 +14,8 @@ use super::raw::RawBytes;
 pub struct HostMemory {
     address: u64,
     length: u64,
+    /// Fair in the end: who accesses the bytes again and again, without a pause, must not keep peers out. The standard
+    /// library's lock gives no such promise: its waiters wake too late every time.
     bytes: Mutex<Bytes>,
 }
 
@@ -81,7 +82,7 @@ impl HostMemory {
 
     /// Runs `access` on all bytes under the lock. A panic in it leaves the bytes as they are then, and the lock usable.
     pub(crate) fn with<T>(&self, access: impl FnOnce(&mut [u8]) -> T) -> T {
-        let mut bytes = self.bytes.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut bytes = self.bytes.lock();
         access(match &mut *bytes {
             Bytes::Owned(bytes) => bytes,
             Bytes::Raw(bytes) => bytes.bytes(),
@@ -91,6 +92,11 @@ impl HostMemory {
 
 #[cfg(test)]
 mod tests {
+    use std::{
+        sync::atomic::{AtomicU32, Ordering::Relaxed},
+        time::{Duration, Instant},
+    };
+
     use super::*;
 
     #[test]
@@ -104,5 +110,40 @@ mod tests {
         }));
         assert!(caught.is_err());
         assert_eq!(memory.with(|bytes| bytes[0]), 1);
+    }
+    #[test]
+    fn a_thread_that_never_pauses_keeps_nobody_out() {
+        const TURNS: u32 = 50;
+        // Rounds, not seconds. Both cores free: about 2 a turn with this lock, 300 with the standard library's.
+        const ROUNDS_MAX: u32 = 100 * TURNS;
+        let memory = HostMemory::new(vec![0; 4].into());
+        let rounds = AtomicU32::new(0);
+        let taken = std::thread::scope(|scope| {
+            let hog = || {
+                while rounds.fetch_add(1, Relaxed) < ROUNDS_MAX {
+                    let done = memory.with(|bytes| {
+                        let start = Instant::now();
+                        while start.elapsed() < Duration::from_millis(1) {
+                            std::hint::spin_loop();
+                        }
+                        bytes[0]
+                    });
+                    if u32::from(done) == TURNS {
+                        return;
+                    }
+                }
+            };
+            let hog = scope.spawn(hog);
+            for _ in 0..TURNS {
+                let seen = rounds.load(Relaxed);
+                while rounds.load(Relaxed) == seen && !hog.is_finished() {
+                    std::thread::yield_now();
+                }
+                memory.with(|bytes| bytes[0] += 1);
+            }
+            rounds.load(Relaxed)
+        });
+        assert!(taken < ROUNDS_MAX, "the other thread had {taken} turns meanwhile");
+        assert_eq!(memory.with(|bytes| bytes[0]), TURNS as u8);
     }
 }
