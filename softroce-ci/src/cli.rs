@@ -53,9 +53,10 @@ pub(crate) struct Global {
     /// A variable for the commands' environment; a NAME alone passes ours on. Repeatable.
     #[arg(long, global = true, value_name = "NAME[=VALUE]")]
     pub(crate) env: Vec<String>,
-    /// Seconds that a command (a test binary, under `test`) may take; 0: no limit.
-    #[arg(long, global = true, value_name = "SECONDS", default_value_t = 3600)]
-    pub(crate) timeout: u64,
+    /// Seconds that a command may take, or under `test` each test binary; default: 3600, and 900 for a test binary; 0: no
+    /// limit.
+    #[arg(long, global = true, value_name = "SECONDS")]
+    pub(crate) timeout: Option<u64>,
     /// Result as JSON on standard output (`test`, `probe`, `setup`).
     #[arg(long, global = true)]
     pub(crate) json: bool,

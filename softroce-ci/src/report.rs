@@ -19,6 +19,8 @@ pub(crate) struct Counts {
     pub(crate) failures: Vec<String>,
     /// Tests that passed in a run without a result line yet.
     pub(crate) passed_so_far: u64,
+    /// Names of the tests that had begun and not ended when the binary was stopped, as far as it said so.
+    pub(crate) running: Vec<String>,
 }
 
 impl Counts {
@@ -40,10 +42,25 @@ impl Counts {
                     _ => {}
                 }
             }
-        } else if let Some(name) = line.strip_prefix("test ").and_then(|rest| rest.strip_suffix(" ... FAILED")) {
-            self.failures.push(name.to_owned());
-        } else if line.starts_with("test ") && line.ends_with(" ... ok") {
-            self.passed_so_far += 1;
+        } else if let Some((name, end)) = line.strip_prefix("test ").and_then(|rest| rest.rsplit_once(" ... ")) {
+            self.running.retain(|running| running != name);
+            match end {
+                "FAILED" => self.failures.push(name.to_owned()),
+                "ok" => self.passed_so_far += 1,
+                _ => {}
+            }
+        } else if let Some((name, _)) =
+            line.strip_prefix("test ").and_then(|rest| rest.split_once(" has been running for over "))
+        {
+            self.running.push(name.to_owned());
+        }
+    }
+
+    /// Takes what stood in the last line, without an end. Where one test runs at a time, libtest names it before.
+    fn last_line(&mut self, line: &str) {
+        match line.strip_prefix("test ").and_then(|rest| rest.strip_suffix(" ... ")) {
+            Some(name) => self.running.push(name.to_owned()),
+            None => self.line(line),
         }
     }
 
@@ -67,7 +84,7 @@ impl<'a> Counting<'a> {
     }
 
     pub(crate) fn into_counts(mut self) -> Counts {
-        self.counts.line(&String::from_utf8_lossy(&self.partial));
+        self.counts.last_line(&String::from_utf8_lossy(&self.partial));
         self.counts.finish();
         self.counts
     }
@@ -230,7 +247,7 @@ mod tests {
     #[test]
     fn counts_are_read_whatever_the_pieces() {
         let failures = vec!["b::c".to_owned()];
-        let expected = Counts { passed: 2, failed: 1, ignored: 1, filtered: 7, failures, passed_so_far: 0 };
+        let expected = Counts { passed: 2, failed: 1, ignored: 1, filtered: 7, failures, ..Counts::default() };
         for piece in [1, 7, 1000] {
             let mut nowhere = Nowhere;
             let mut counting = Counting::new(&mut nowhere);
@@ -246,6 +263,18 @@ mod tests {
         counting.bytes(0, Stream::Out, b"running 3 tests\ntest a ... ok\ntest b ... FAILED\ntest c ... ");
         let counts = counting.into_counts();
         assert_eq!((counts.passed, counts.failed), (1, 1));
+        assert_eq!(counts.running, ["c"]);
+    }
+
+    #[test]
+    fn of_tests_side_by_side_the_slow_ones_are_known() {
+        let mut nowhere = Nowhere;
+        let mut counting = Counting::new(&mut nowhere);
+        for name in ["a", "b"] {
+            counting.bytes(0, Stream::Out, format!("test {name} has been running for over 60 seconds\n").as_bytes());
+        }
+        counting.bytes(0, Stream::Out, b"test a ... ok\ntest c ... ok\n");
+        assert_eq!(counting.into_counts().running, ["b"]);
     }
 
     #[test]

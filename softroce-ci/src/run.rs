@@ -84,9 +84,17 @@ pub(crate) fn start(ready: &Ready, global: &Global, hosts: u8, progress: &Progre
     ready.start(global, hosts, &visible, progress)
 }
 
+/// What a command may take, unless `--timeout` says otherwise.
+const TIMEOUT_SECONDS: u64 = 3600;
+
 /// `--timeout` as a duration.
 pub(crate) fn timeout(global: &Global) -> Option<Duration> {
-    (global.timeout > 0).then(|| Duration::from_secs(global.timeout))
+    limit(global.timeout.unwrap_or(TIMEOUT_SECONDS))
+}
+
+/// Seconds, of which 0 are no limit.
+pub(crate) fn limit(seconds: u64) -> Option<Duration> {
+    (seconds > 0).then(|| Duration::from_secs(seconds))
 }
 
 /// The first status that is not zero; a command that we killed is an error of ours.
@@ -96,7 +104,7 @@ pub(crate) fn conclude(outcomes: &[Outcome], global: &Global) -> Result<ExitCode
     }
     for outcome in outcomes {
         match outcome {
-            Outcome::TimedOut => return Err(Error::Timeout(global.timeout)),
+            Outcome::TimedOut => return Err(Error::Timeout(global.timeout.unwrap_or(TIMEOUT_SECONDS))),
             Outcome::Exited(0) | Outcome::Abandoned => {}
             Outcome::Exited(status) => {
                 return Ok(ExitCode::from(u8::try_from(*status).unwrap_or(255)));

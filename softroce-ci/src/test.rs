@@ -21,6 +21,8 @@ use crate::wire::ExecSpec;
 
 /// After this many guests that crashed or hung, the rest is given up.
 const LOST_MAX: u32 = 5;
+/// What one binary may take, unless `--timeout` says otherwise: several may stand still before CI gives up on the whole.
+const BINARY_TIMEOUT_SECONDS: u64 = 900;
 
 /// What all parts of a test run need.
 struct Run<'a> {
@@ -196,14 +198,15 @@ impl Run<'_> {
         self.progress.note(&format!("running {name} ({})", place.name()));
         let start = Instant::now();
         let mut counting = Counting::new(&mut *self.output);
-        let result = testbed.run(vec![Job { host: 0, spec }], run::timeout(self.global), false, &mut counting);
+        let seconds = self.global.timeout.unwrap_or(BINARY_TIMEOUT_SECONDS);
+        let result = testbed.run(vec![Job { host: 0, spec }], run::limit(seconds), false, &mut counting);
         let counts = counting.into_counts();
         let log = if result.is_ok() { testbed.take_kernel_log() } else { Ok(Vec::new()) };
         let (log, error) = match (log, result) {
             (Ok(log), Ok(outcomes)) => (log, Ok(outcomes)),
             (Err(error), _) | (Ok(_), Err(error)) => (Vec::new(), Err(error)),
         };
-        let problem = problem(&error, &counts, &log, self.global.timeout);
+        let problem = problem(&error, &counts, &log, seconds);
         let worth = if self.global.verbose { Severity::Noise } else { Severity::Warning };
         let kernel = log.into_iter().filter(|line| severity(line) >= worth).collect();
         let row = Row { name: name.to_owned(), place, problem, counts, time: start.elapsed(), kernel };
@@ -219,7 +222,8 @@ fn problem(result: &Result<Vec<Outcome>, Error>, counts: &Counts, log: &[String]
         (Err(Error::Hung { .. }), _) => "the guest hung".to_owned(),
         (Err(_), _) => "the guest was lost".to_owned(),
         (Ok(outcomes), bug) => match (outcomes.first(), bug) {
-            (Some(Outcome::TimedOut), _) => format!("killed after {timeout} s"),
+            (Some(Outcome::TimedOut), _) if counts.running.is_empty() => format!("killed after {timeout} s"),
+            (Some(Outcome::TimedOut), _) => format!("killed after {timeout} s, in {}", counts.running.join(", ")),
             (Some(Outcome::Exited(0)), None) => String::new(),
             (Some(Outcome::Exited(0)), Some(_)) => "a bug in the kernel".to_owned(),
             (Some(Outcome::Exited(101)), _) if counts.failed > 0 => "tests failed".to_owned(),
@@ -255,6 +259,8 @@ mod tests {
         assert_eq!(problem(&ok(Outcome::Exited(0)), &counts, &[], 9), "");
         assert_eq!(problem(&ok(Outcome::Exited(139)), &counts, &[], 9), "died of signal 11");
         assert_eq!(problem(&ok(Outcome::TimedOut), &counts, &[], 9), "killed after 9 s");
+        let in_one = Counts { running: vec!["a::b".to_owned()], ..Counts::default() };
+        assert_eq!(problem(&ok(Outcome::TimedOut), &in_one, &[], 9), "killed after 9 s, in a::b");
         let bug = ["BUG: KASAN: use-after-free".to_owned()];
         assert_eq!(problem(&ok(Outcome::Exited(0)), &counts, &bug, 9), "a bug in the kernel");
         let failed = Counts { failed: 1, ..Counts::default() };
