@@ -144,6 +144,6 @@ mod tests {
             rounds.load(Relaxed)
         });
         assert!(taken < ROUNDS_MAX, "the other thread had {taken} turns meanwhile");
-        assert_eq!(memory.with(|bytes| bytes[0]), TURNS as u8);
+        assert_eq!(u32::from(memory.with(|bytes| bytes[0])), TURNS);
     }
 }

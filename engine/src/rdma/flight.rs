@@ -1,18 +1,24 @@
-//! One operation at its source, with all that its grant covers.
+//! One grant of a source at work, with all that it covers: filled, bound, settled, committed.
 
 use std::sync::Arc;
 
-use verbs_transport::fabric::bulk::{Arena, BulkFabric, BulkRegion as _, Span};
+use verbs_transport::fabric::bulk::{Access as Rights, Arena, BulkFabric, BulkPort as _, BulkRegion as _, Span};
 
 use super::{
     device::{Device, RegionOf},
-    grant::{Event, Grant, Step},
+    grant::{Ending, Event, Form, Grant, Step},
     link::Link,
+    mailbox::WaitError,
+    source::Stop,
     staging::Lent,
+    wire::GrantTerms,
 };
 use crate::{
+    Direction, Status,
     budget::Charge,
     control::{Access, Admitted},
+    deadline::Deadline,
+    tcp::LineError,
 };
 
 /// What a grant covers, in the order in which it goes.
@@ -66,6 +72,125 @@ pub(super) struct Flight<F: BulkFabric> {
     pub(super) region: Option<RegionOf<F>>,
     pub(super) link: Option<Link<F>>,
     pub(super) owners: Option<Owners<F>>,
+}
+
+impl<F: BulkFabric> Owners<F> {
+    /// What a WRITE has left in the staging, into the range, under the allocation's lock.
+    pub(super) fn commit(&self) -> Result<(), Stop> {
+        let Access { registration, offset, length } = &self.access;
+        let bytes = usize::try_from(*length).map_err(|_| internal())?;
+        let span = self.staging.span(bytes).ok_or_else(internal)?;
+        let committed = registration.with(*offset, *length, |into| span.read(0, into).is_ok());
+        committed.filter(|done| *done).map(drop).ok_or_else(internal)
+    }
+}
+
+impl<F: BulkFabric> Flight<F> {
+    /// Stages the bytes of a READ. Of a WRITE it sees to it that nobody else's lie there.
+    pub(super) fn fill(&self, direction: Direction) -> Result<(), Stop> {
+        let owners = self.owners.as_ref().ok_or_else(internal)?;
+        let Access { registration, offset, length } = &owners.access;
+        let bytes = usize::try_from(*length).map_err(|_| internal())?;
+        if direction == Direction::Read {
+            let span = owners.staging.span(bytes).ok_or_else(internal)?;
+            // One moment's bytes, under the allocation's lock.
+            let copied = registration.with(*offset, *length, |from| span.write(0, from).is_ok());
+            copied.filter(|done| *done).ok_or_else(internal)?;
+        } else if owners.staging.is_foreign() {
+            // What the peer leaves unwritten, against the rules, is committed with the rest.
+            owners.staging.clear(bytes).ok_or_else(internal)?;
+        }
+        Ok(())
+    }
+
+    /// Gives the right to exactly the granted bytes, and says how to use it.
+    pub(super) fn bind(&mut self, deadline: Deadline, direction: Direction) -> Result<GrantTerms, Stop> {
+        let failed = |error: &dyn std::fmt::Display| {
+            tracing::warn!(%error, "a peer cannot be given its right");
+            Stop::Refuse(Status::BackendError)
+        };
+        let Self { grant: Some(grant), owners: Some(owners), link: Some(link), region, .. } = self else {
+            return Err(internal());
+        };
+        let length = owners.access.length;
+        let bytes = usize::try_from(length).map_err(|_| internal())?;
+        let rights = match direction {
+            Direction::Read => Rights::SOURCE,
+            Direction::Write => Rights::PUT_TARGET,
+        };
+        let step = grant.on(Event::Bind);
+        debug_assert_eq!(step, Step::Bind);
+        let (key, address) = match &owners.staging {
+            Staging::Plain(arena) => {
+                let made = link.device.port.register(Arc::clone(arena) as Arc<_>, 0..bytes, rights);
+                let made = region.insert(made.map_err(|error| {
+                    grant.on(Event::BindFailed);
+                    failed(&error)
+                })?);
+                (made.rkey().ok_or_else(internal)?.0, made.addr())
+            }
+            Staging::Windowed(staged) => {
+                let bound = link.bind(staged, bytes, rights, deadline);
+                let key = bound.map_err(|error| {
+                    grant.on(Event::BindFailed);
+                    failed(&error)
+                })?;
+                (key, staged.addr())
+            }
+        };
+        // Not before its completion: what is told from here on holds.
+        let step = grant.on(Event::Bound { key });
+        debug_assert_eq!(step, Step::Publish);
+        let left = deadline.remaining().ok_or(LineError::TimedOut)?;
+        let valid_ms = u32::try_from(left.as_millis()).unwrap_or(u32::MAX);
+        Ok(GrantTerms { form: link.form, key, address, length, valid_ms })
+    }
+
+    /// Waits for the receipt, and takes the right away. What the grant has covered is to be committed, or let go.
+    pub(super) fn settle(mut self, deadline: Deadline) -> Result<(Link<F>, Owners<F>), Stop> {
+        let (Some(grant), Some(link)) = (&mut self.grant, &self.link) else { return Err(internal()) };
+        let (marker, bytes) = link.mail.wait_receipt(deadline).map_err(|error| match error {
+            WaitError::TimedOut => Stop::Line(LineError::TimedOut),
+            WaitError::Stopped => Stop::Line(LineError::Stopped),
+            WaitError::Broken(error) => {
+                tracing::debug!(%error, "the QP of a grant broke before its receipt");
+                Stop::Refuse(Status::BackendError)
+            }
+        })?;
+        // The mailbox is the QP's own.
+        let step = grant.on(Event::Receipt { qpn: link.qpn(), marker });
+        let due = match link.form {
+            Form::Registration => Step::Unbind,
+            // The peer's own invalidation was the end of it.
+            Form::Window => Step::Release(Ending::Used),
+        };
+        if step != due || bytes != 0 {
+            tracing::warn!(?marker, bytes, "a peer's marker is not that of its grant; its connection is closed");
+            return Err(Stop::Refuse(Status::ProtocolError));
+        }
+        if let Err(error) = link.post_receive() {
+            tracing::warn!(%error, "no receive for the next operation");
+            return Err(Stop::Refuse(Status::BackendError));
+        }
+        if let Some(Err((region, error))) = self.region.take().map(RegionOf::<F>::deregister) {
+            tracing::error!(%error, "a grant is not deregistered; its QP goes first");
+            self.region = Some(region);
+            grant.on(Event::RevokeFailed);
+            return Err(Stop::Refuse(Status::BackendError));
+        }
+        grant.on(Event::Revoked);
+        if !grant.is_dead() {
+            return Err(internal());
+        }
+        self.grant = None;
+        self.device.gauges.grants.sub();
+        let (owners, link) = (self.owners.take(), self.link.take());
+        link.zip(owners).ok_or_else(internal)
+    }
+}
+
+fn internal() -> Stop {
+    Stop::Refuse(Status::InternalError)
 }
 
 impl<F: BulkFabric> Drop for Flight<F> {

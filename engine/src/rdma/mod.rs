@@ -8,14 +8,15 @@
 //! | `device`, `mailbox`, `burial` | a NIC, its thread, its completions, and how QPs are given up |
 //! | `link`, `cache` | one side's QP of a pair; those that wait for the next operation |
 //! | `staging` | memory between device and registered ranges |
-//! | `source`, `flight` | an operation at its source, and what its grant covers |
-//! | `requester`, `talk` | the other half |
+//! | `source`, `flight` | an operation at its source, and its grant at work |
+//! | `requester`, `talk`, `carry` | the other half: the way to a grant, what is said, what follows a grant |
 //! | `rails` | several NICs: pieces, choice, rests (pure) |
 //! | `routes` | the NICs that an operation goes over, and what is known of them |
 //! | `policy` | which transport carries a request |
 
 mod burial;
 mod cache;
+mod carry;
 mod config;
 mod device;
 mod exchange;

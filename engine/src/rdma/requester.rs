@@ -8,22 +8,19 @@ use std::{
     time::{Duration, Instant},
 };
 
-use verbs_transport::fabric::bulk::{
-    Access as Rights, BulkFabric, BulkOp, BulkPort as _, BulkRegion as _, BulkWr, Local, Remote, Rkey,
-};
+use verbs_transport::fabric::bulk::{BulkFabric, BulkRegion as _};
 
 use super::{
     RdmaConfig,
     cache::{Cache, Kept, Peer},
+    carry::{stage, terms},
     device::{ConnectError, Device, RegionOf},
     exchange::{Exchange, Side},
-    grant::{Form, marker_of},
     identity::{Digest, Identity, Incarnation},
     link::{Link, LinkNames},
-    mailbox::WaitError,
     path::PathEnd,
     routes::{Pair, Rail, Route, Routes, TRIES, pairs},
-    staging::{Lent, Pool, StageError},
+    staging::{Lent, Pool},
     talk::{Said, Talk},
     wire::{Ask, Body, Frame, GrantTerms, KeptNames},
 };
@@ -80,7 +77,7 @@ const PAUSE: Duration = Duration::from_secs(30);
 const BURIAL: Duration = Duration::from_millis(500);
 
 impl NotDone {
-    fn unavailable(error: TransferError, again_after: Option<Duration>) -> Self {
+    pub(super) fn unavailable(error: TransferError, again_after: Option<Duration>) -> Self {
         Self::Unavailable(Unavailable { error, again_after })
     }
 
@@ -117,12 +114,12 @@ pub(crate) struct Lost {
 }
 
 /// An operation that has its grant.
-struct Granted<'a, F: BulkFabric> {
-    talk: Talk<'a>,
-    link: Link<F>,
-    exchange: Exchange,
-    terms: GrantTerms,
-    expires: Instant,
+pub(super) struct Granted<'a, F: BulkFabric> {
+    pub(super) talk: Talk<'a>,
+    pub(super) link: Link<F>,
+    pub(super) exchange: Exchange,
+    pub(super) terms: GrantTerms,
+    pub(super) expires: Instant,
 }
 
 impl<F: BulkFabric> RdmaRequester<F> {
@@ -376,69 +373,7 @@ impl<F: BulkFabric> RdmaRequester<F> {
         }
     }
 
-    /// The data, the marker, DONE, ACK and READY. The effect of a failure is the exchange's to tell.
-    fn move_data(
-        &self,
-        granted: &mut Granted<'_, F>,
-        slice: &Slice,
-        staging: &RegionOf<F>,
-        route: &Route,
-    ) -> Result<(), TransferError> {
-        let Granted { talk, link, exchange, terms, expires } = granted;
-        let window = self.config.window.min(link.agreed.rd_atomic.initiator.into());
-        let length = usize::try_from(slice.length).map_err(|_| TransferError::Internal)?;
-        let chunk = usize::try_from(self.config.chunk_bytes).map_err(|_| TransferError::Internal)?;
-        let on_device = |error: WaitError, phase| match error {
-            WaitError::TimedOut => TransferError::TimedOut { phase },
-            WaitError::Stopped => TransferError::Stopped,
-            WaitError::Broken(broken) => device_error(phase, broken),
-        };
-        let phase = match slice.direction {
-            Direction::Read => Phase::Payload,
-            Direction::Write => Phase::Body,
-        };
-        let began = Instant::now();
-        for (id, offset) in (0_u64..).zip((0..length).step_by(chunk)) {
-            link.mail.wait_sends(window - 1, talk.deadline).map_err(|error| on_device(error, phase))?;
-            if Instant::now() >= *expires || talk.deadline.remaining().is_none() {
-                return Err(TransferError::TimedOut { phase });
-            }
-            let len = u32::try_from(chunk.min(length - offset)).map_err(|_| TransferError::Internal)?;
-            let local = Local { region: staging, offset, len };
-            let remote = Remote { addr: terms.address + offset as u64, rkey: Rkey(terms.key) };
-            let op = match slice.direction {
-                Direction::Read => BulkOp::Read { local, remote },
-                Direction::Write => BulkOp::Write { local, remote },
-            };
-            exchange.posting();
-            link.post(BulkWr { id, signaled: true, fence: false, op }).map_err(|error| device_error(phase, error))?;
-        }
-        link.mail.wait_sends(0, talk.deadline).map_err(|error| on_device(error, phase))?;
-        route.observe(began.elapsed());
-        if Instant::now() >= *expires {
-            return Err(TransferError::TimedOut { phase });
-        }
-        let op = match terms.form {
-            Form::Registration => BulkOp::SendImm { imm: marker_of(exchange.identity().generation) },
-            Form::Window => BulkOp::SendInvalidate { rkey: Rkey(terms.key) },
-        };
-        // Everything before it is complete; the fence holds it back should that ever change.
-        let marker = BulkWr { id: MARKER_ID, signaled: true, fence: true, op };
-        link.post(marker).map_err(|error| device_error(phase, error))?;
-        link.mail.wait_sends(0, talk.deadline).map_err(|error| on_device(error, phase))?;
-        talk.say(exchange, Body::Done)?;
-        match talk.read(Phase::Acknowledgement)? {
-            Said::Frame(frame) => exchange.hear(&frame)?,
-            Said::Reply(reply) => return Err(self.refused(&reply, slice.peer)),
-        };
-        // The operation is done. If the pair cannot be used again, that is not its concern.
-        if let Err(error) = talk.say(exchange, Body::Ready) {
-            tracing::debug!(%error, "a pair of QPs is not kept");
-        }
-        Ok(())
-    }
-
-    fn refused(&self, reply: &Reply, peer: Peer) -> TransferError {
+    pub(super) fn refused(&self, reply: &Reply, peer: Peer) -> TransferError {
         match reply.status {
             Status::EpochMismatch => {
                 self.cache.forget_peer(peer.0);
@@ -451,45 +386,10 @@ impl<F: BulkFabric> RdmaRequester<F> {
     }
 }
 
-/// Memory on that NIC, with the bytes of a WRITE.
-fn stage<F: BulkFabric>(nic: &RequesterNic<F>, slice: &Slice) -> Result<Lent<RegionOf<F>>, NotDone> {
-    let bytes = usize::try_from(slice.length).map_err(|_| TransferError::Internal)?;
-    let made = nic.staging.take(bytes, Incarnation::NONE, |arena| {
-        let bytes = verbs_transport::fabric::bulk::MemoryOwner::len(&*arena);
-        nic.device.port.register(arena, 0..bytes, Rights::DESTINATION).map_err(StageError::Register)
-    });
-    let staging =
-        made.map_err(|error| NotDone::unavailable(device_error(Phase::Connect, error), Some(Duration::ZERO)))?;
-    if slice.direction == Direction::Write {
-        let local = slice.local.registration();
-        let copied = local.with(slice.local_offset, slice.length, |from| staging.write(0, from).is_ok());
-        copied.filter(|done| *done).ok_or(TransferError::Internal)?;
-    }
-    Ok(staging)
-}
-
-/// The terms of a grant, which must be those of the request.
-fn terms(body: Body, slice: &Slice, windows: bool) -> Result<GrantTerms, WireError> {
-    match body {
-        Body::Grant(terms) if terms.length != slice.length => {
-            Err(WireError::Length { found: terms.length, expected: slice.length })
-        }
-        // Of a kind that we have not said that we take.
-        Body::Grant(terms) if terms.form == Form::Window && !windows => {
-            Err(WireError::Unknown { field: "form of a grant", found: 2 })
-        }
-        Body::Grant(terms) => Ok(terms),
-        other => Err(WireError::OutOfTurn { found: other.kind() as u8, due: super::wire::Kind::Grant as u8 }),
-    }
-}
-
 fn out_of_turn(frame: &Frame) -> WireError {
     WireError::OutOfTurn { found: frame.body.kind() as u8, due: 0 }
 }
 
-fn device_error(phase: Phase, error: impl std::error::Error + Send + Sync + 'static) -> TransferError {
+pub(super) fn device_error(phase: Phase, error: impl std::error::Error + Send + Sync + 'static) -> TransferError {
     TransferError::Device { phase, source: Arc::new(error) }
 }
-
-/// Of the marker; chunks count from 0.
-const MARKER_ID: u64 = 1 << 62;

@@ -10,27 +10,24 @@ use std::{
     },
 };
 
-use verbs_transport::fabric::bulk::{
-    Access as Rights, Arena, BulkFabric, BulkPort as _, BulkRegion as _, MemoryOwner as _,
-};
+use verbs_transport::fabric::bulk::{Access as Rights, Arena, BulkFabric, BulkPort as _, MemoryOwner as _};
 
 use super::{
     RdmaConfig,
     device::{ConnectError, Device, RegionOf},
     exchange::{Exchange, Side},
     flight::{Flight, Owners, Staging},
-    grant::{Ending, Event, Form, Grant, Step},
+    grant::{Form, Grant},
     identity::{Digest, Identity, Incarnation},
     link::{Link, LinkNames},
-    mailbox::WaitError,
     path::PathEnd,
     staging::{Pool, StageError},
-    wire::{Ask, Body, Frame, GrantTerms, HEAD_BYTES, KeptNames, Offer},
+    wire::{Ask, Body, Frame, HEAD_BYTES, KeptNames, Offer},
 };
 use crate::{
     Direction, Status, WireError,
     budget::Budget,
-    control::{Access, DeviceCall, DeviceSource, Reply},
+    control::{DeviceCall, DeviceSource, Reply},
     tcp::{Line, LineError},
 };
 
@@ -53,7 +50,7 @@ pub(crate) struct RdmaSource<F: BulkFabric> {
 }
 
 /// Why an operation ends early.
-enum Stop {
+pub(super) enum Stop {
     /// The peer is told, and the connection closed.
     Refuse(Status),
     /// There is nobody to tell.
@@ -136,14 +133,18 @@ impl<F: BulkFabric> RdmaSource<F> {
             link: Some(link),
             owners: Some(owners),
         };
-        let terms = Self::bind(&mut flight, line, direction)?;
+        flight.fill(direction)?;
+        let terms = flight.bind(line.deadline, direction)?;
         say(line, &mut exchange, Body::Grant(terms))?;
         hear(line, &mut exchange)?;
-        let link = Self::settle(flight, line, direction)?;
+        let (mut link, owners) = flight.settle(line.deadline)?;
+        if direction == Direction::Write {
+            owners.commit()?;
+        }
+        drop(owners);
         say(line, &mut exchange, Body::Ack)?;
         hear(line, &mut exchange)?;
         debug_assert!(exchange.is_over());
-        let mut link = link;
         link.park();
         *kept = Some(Box::new(link) as Box<dyn Any + Send>);
         Ok(())
@@ -230,112 +231,6 @@ impl<F: BulkFabric> RdmaSource<F> {
         say(line, &mut exchange, Body::SourceQp(own))?;
         hear(line, &mut exchange)?;
         Ok((link, exchange, staging))
-    }
-
-    /// Stages the bytes of a READ, gives the right to exactly the granted bytes, and says how to use it.
-    fn bind(flight: &mut Flight<F>, line: Line<'_>, direction: Direction) -> Result<GrantTerms, Stop> {
-        let internal = || Stop::Refuse(Status::InternalError);
-        let failed = |error: &dyn std::fmt::Display| {
-            tracing::warn!(%error, "a peer cannot be given its right");
-            Stop::Refuse(Status::BackendError)
-        };
-        let Flight { grant: Some(grant), owners: Some(owners), link: Some(link), region, .. } = flight else {
-            return Err(internal());
-        };
-        let Access { registration, offset, length } = &owners.access;
-        let bytes = usize::try_from(*length).map_err(|_| internal())?;
-        if direction == Direction::Read {
-            let span = owners.staging.span(bytes).ok_or_else(internal)?;
-            // One moment's bytes, under the allocation's lock.
-            let copied = registration.with(*offset, *length, |from| span.write(0, from).is_ok());
-            copied.filter(|done| *done).ok_or_else(internal)?;
-        } else if owners.staging.is_foreign() {
-            // What the peer leaves unwritten, against the rules, is committed with the rest.
-            owners.staging.clear(bytes).ok_or_else(internal)?;
-        }
-        let rights = match direction {
-            Direction::Read => Rights::SOURCE,
-            Direction::Write => Rights::PUT_TARGET,
-        };
-        let step = grant.on(Event::Bind);
-        debug_assert_eq!(step, Step::Bind);
-        let (key, address) = match &owners.staging {
-            Staging::Plain(arena) => {
-                let made = link.device.port.register(Arc::clone(arena) as Arc<_>, 0..bytes, rights);
-                let made = region.insert(made.map_err(|error| {
-                    grant.on(Event::BindFailed);
-                    failed(&error)
-                })?);
-                (made.rkey().ok_or_else(internal)?.0, made.addr())
-            }
-            Staging::Windowed(staged) => {
-                let bound = link.bind(staged, bytes, rights, line.deadline);
-                let key = bound.map_err(|error| {
-                    grant.on(Event::BindFailed);
-                    failed(&error)
-                })?;
-                (key, staged.addr())
-            }
-        };
-        // Not before its completion: what is told from here on holds.
-        let step = grant.on(Event::Bound { key });
-        debug_assert_eq!(step, Step::Publish);
-        let left = line.deadline.remaining().ok_or(LineError::TimedOut)?;
-        let valid_ms = u32::try_from(left.as_millis()).unwrap_or(u32::MAX);
-        Ok(GrantTerms { form: link.form, key, address, length: *length, valid_ms })
-    }
-
-    /// Waits for the receipt, takes the right away, commits a WRITE.
-    fn settle(mut flight: Flight<F>, line: Line<'_>, direction: Direction) -> Result<Link<F>, Stop> {
-        let (Some(grant), Some(link)) = (&mut flight.grant, &flight.link) else {
-            return Err(Stop::Refuse(Status::InternalError));
-        };
-        let (marker, bytes) = link.mail.wait_receipt(line.deadline).map_err(|error| match error {
-            WaitError::TimedOut => Stop::Line(LineError::TimedOut),
-            WaitError::Stopped => Stop::Line(LineError::Stopped),
-            WaitError::Broken(error) => {
-                tracing::debug!(%error, "the QP of a grant broke before its receipt");
-                Stop::Refuse(Status::BackendError)
-            }
-        })?;
-        // The mailbox is the QP's own.
-        let step = grant.on(Event::Receipt { qpn: link.qpn(), marker });
-        let due = match link.form {
-            Form::Registration => Step::Unbind,
-            // The peer's own invalidation was the end of it.
-            Form::Window => Step::Release(Ending::Used),
-        };
-        if step != due || bytes != 0 {
-            tracing::warn!(?marker, bytes, "a peer's marker is not that of its grant; its connection is closed");
-            return Err(Stop::Refuse(Status::ProtocolError));
-        }
-        if let Err(error) = link.post_receive() {
-            tracing::warn!(%error, "no receive for the next operation");
-            return Err(Stop::Refuse(Status::BackendError));
-        }
-        if let Some(Err((region, error))) = flight.region.take().map(RegionOf::<F>::deregister) {
-            tracing::error!(%error, "a grant is not deregistered; its QP goes first");
-            flight.region = Some(region);
-            grant.on(Event::RevokeFailed);
-            return Err(Stop::Refuse(Status::BackendError));
-        }
-        grant.on(Event::Revoked);
-        if !grant.is_dead() {
-            return Err(Stop::Refuse(Status::InternalError));
-        }
-        flight.grant = None;
-        flight.device.gauges.grants.sub();
-        let (Some(owners), Some(link)) = (flight.owners.take(), flight.link.take()) else {
-            return Err(Stop::Refuse(Status::InternalError));
-        };
-        if direction == Direction::Write {
-            let Access { registration, offset, length } = &owners.access;
-            let bytes = usize::try_from(*length).map_err(|_| Stop::Refuse(Status::InternalError))?;
-            let span = owners.staging.span(bytes).ok_or(Stop::Refuse(Status::InternalError))?;
-            let committed = registration.with(*offset, *length, |into| span.read(0, into).is_ok());
-            committed.filter(|done| *done).ok_or(Stop::Refuse(Status::InternalError))?;
-        }
-        Ok(link)
     }
 }
 
