@@ -313,6 +313,14 @@ pub enum RegisterRegionError {
         /// What the owner has.
         len: usize,
     },
+    /// The owner is [read-only](MemoryOwner::is_read_only).
+    #[error("read-only memory of {bytes} bytes cannot be registered for {access:?}")]
+    ReadOnly {
+        /// As asked.
+        bytes: usize,
+        /// As asked.
+        access: Access,
+    },
     /// More than one registration of this device takes.
     #[error("a region of {bytes} bytes, but the device registers at most {limit} at once: map it in parts")]
     TooLarge {

@@ -99,6 +99,9 @@ impl BulkPort for DeviceBulkPort {
         let (start, end, len) = (range.start, range.end, memory.len());
         let span = Span::new(memory, &range).ok_or(RegisterRegionError::Range { start, end, len })?;
         let bytes = span.len();
+        if !span.allows(access) {
+            return Err(RegisterRegionError::ReadOnly { bytes, access });
+        }
         let (need, limit) = (bytes as u64, self.limits.region_bytes);
         if need > limit {
             return Err(RegisterRegionError::TooLarge { bytes: need, limit });

@@ -12,6 +12,7 @@ use std::{
 };
 
 use super::memory::{Memory, PageKind};
+use crate::fabric::bulk::Access;
 
 /// Owns memory that is to be registered with a device.
 ///
@@ -19,12 +20,15 @@ use super::memory::{Memory, PageKind};
 ///
 /// From the first call of [`start`](Self::start) on, and for as long as any `Arc` of the owner lives:
 ///
-/// - `start` and `len` always give the same values, and `start..start + len` is mapped memory of this process that is
+/// - `start`, `len` and `is_read_only` always give the same values, and `start..start + len` is mapped memory of this process that is
 ///   valid for reads and, where it is registered with local or remote write, for writes; all of it is initialised;
 /// - it is not unmapped, moved, truncated or handed to another use, not even by interior mutability;
 /// - no Rust reference into it exists or is made, and nobody reads or writes it but through regions. (The memory may be
 ///   shared with another process, or be a file's: then that one's accesses are like a device's.)
 /// - no other owner's memory overlaps it.
+///
+/// Of a read-only owner the last two ask for less, for nobody changes its bytes, the device included: shared references
+/// may exist, and the memory of other read-only owners may overlap.
 pub unsafe trait MemoryOwner: Send + Sync + 'static {
     /// The first byte.
     fn start(&self) -> NonNull<u8>;
@@ -35,6 +39,12 @@ pub unsafe trait MemoryOwner: Send + Sync + 'static {
     /// Whether there are none.
     fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    /// Whether the bytes stay as they are for as long as the owner lives: then they are registered for no kind of
+    /// writing, and not copied into.
+    fn is_read_only(&self) -> bool {
+        false
     }
 }
 
@@ -246,12 +256,22 @@ impl Span {
         Ok(())
     }
 
+    /// Whether its bytes may be registered for that.
+    pub(crate) fn allows(&self, access: Access) -> bool {
+        !self.owner.is_read_only() || !(access.local_write() || access.remote_write())
+    }
+
     /// Copies bytes in, from `offset` on.
     ///
     /// # Errors
     ///
     /// They reach beyond the span; nothing was copied.
+    ///
+    /// # Panics
+    ///
+    /// The owner is read-only.
     pub fn write(&self, offset: usize, bytes: &[u8]) -> Result<(), OutOfBounds> {
+        assert!(!self.owner.is_read_only(), "the memory of a read-only owner is not written");
         self.check(offset, bytes.len())?;
         let mut done = 0;
         for piece in pieces(self.start.addr().get() + offset, bytes.len()) {
@@ -339,6 +359,33 @@ mod tests {
         assert_eq!(span.read(0, &mut [0; 5]), beyond(0, 5));
         assert_eq!(span.write(5, &[]), beyond(5, 0));
         assert_eq!(span.write(usize::MAX, &[0]), beyond(usize::MAX, 1));
+    }
+
+    #[test]
+    fn read_only_memory_is_registered_for_no_writing_and_not_written() {
+        struct ReadOnly(Arc<OwnedBytes>);
+        // SAFETY: as `OwnedBytes`, whose only holder this is; nobody writes its bytes.
+        unsafe impl MemoryOwner for ReadOnly {
+            fn start(&self) -> NonNull<u8> {
+                self.0.start
+            }
+
+            fn len(&self) -> usize {
+                self.0.len
+            }
+
+            fn is_read_only(&self) -> bool {
+                true
+            }
+        }
+        let span = Span::new(Arc::new(ReadOnly(OwnedBytes::new(vec![7; 8]))), &(0..8)).expect("within");
+        let writes = [Access::DESTINATION, Access::PUT_TARGET, Access::WINDOWS.and(Access::DESTINATION)];
+        assert!(writes.into_iter().all(|access| !span.allows(access)));
+        assert!([Access::LOCAL_READ, Access::SOURCE, Access::WINDOWS].into_iter().all(|access| span.allows(access)));
+        let written = std::panic::catch_unwind(|| span.write(0, &[1]));
+        let mut now = [0; 8];
+        span.read(0, &mut now).expect("within");
+        assert_eq!((written.is_err(), now), (true, [7; 8]));
     }
 
     #[test]

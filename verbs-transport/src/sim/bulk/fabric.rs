@@ -141,6 +141,9 @@ impl BulkPort for SimBulkPort {
     ) -> Result<SimRegion, RegisterRegionError> {
         let (start, end, len) = (range.start, range.end, memory.len());
         let span = Span::new(memory, &range).ok_or(RegisterRegionError::Range { start, end, len })?;
+        if !span.allows(access) {
+            return Err(RegisterRegionError::ReadOnly { bytes: span.len(), access });
+        }
         let device = &self.shared.device;
         let key = device.world.with(|hca| hca.register(device.host, span.clone(), access))?;
         Ok(SimRegion { mr: Arc::new(Mr { device: device.clone(), key, span, access, registered: true }) })
