@@ -2,6 +2,7 @@
 
 mod address;
 mod alias;
+mod busy;
 mod host;
 mod permission;
 mod raw;
@@ -9,11 +10,13 @@ mod registration;
 mod registry;
 
 pub(crate) use address::{AddressIndex, Span};
+pub(crate) use busy::Use;
+pub(crate) use host::{Blocked, Patience};
 pub use host::{HostMemory, MemoryError};
 pub use permission::Permission;
 #[cfg(test)]
 pub(crate) use raw::testing;
-pub(crate) use registration::Registration;
-pub use registration::{OutOfRange, RegisteredMemory};
+pub use registration::{AccessError, OutOfRange, RegisteredMemory};
+pub(crate) use registration::{Denied, DirectRange, Registration};
 pub(crate) use registry::Registry;
 pub use registry::{RegisterError, ResolveError, ResolvedAddress, UnregisterError};

@@ -2,7 +2,10 @@
 
 use std::{
     collections::{BTreeMap, HashMap},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
 };
 
 use super::{
@@ -120,6 +123,8 @@ pub(crate) struct Registry {
     engine: u64,
     max_entries: usize,
     budget: Arc<Budget>,
+    /// Ranges that direct operations are at.
+    direct: Arc<AtomicU64>,
     state: Mutex<State>,
 }
 
@@ -146,7 +151,7 @@ impl Registry {
             by_span: HashMap::new(),
             index: AddressIndex::default(),
         };
-        Self { engine, max_entries, budget, state: Mutex::new(state) }
+        Self { engine, max_entries, budget, direct: Arc::default(), state: Mutex::new(state) }
     }
 
     /// Registers all entries or none; one handle for each.
@@ -184,7 +189,9 @@ impl Registry {
                     let start = usize::try_from(*offset).expect("checked: within an allocation");
                     let within = start..start + usize::try_from(*length).expect("checked: within an allocation");
                     let memory = Arc::clone(memory);
-                    let new = Registration { id, span, permission, within, _claim: claim, memory, _charge: charge };
+                    let direct = Arc::clone(&self.direct);
+                    let new =
+                        Registration { id, span, permission, within, _claim: claim, memory, _charge: charge, direct };
                     planned_by_span.insert(span, planned.len());
                     planned.push(Arc::new(new));
                     Arc::clone(&planned[planned.len() - 1])
@@ -252,6 +259,11 @@ impl Registry {
         let state = self.lock();
         let remote = state.active.values().filter(|active| active.registration.permission != Permission::LocalOnly);
         remote.map(|Active { registration, .. }| Descriptor::of(registration)).collect()
+    }
+
+    /// Ranges that direct operations are at, as source and as requester.
+    pub(crate) fn direct_ranges(&self) -> u64 {
+        self.direct.load(Relaxed)
     }
 
     /// Refuses registrations from now on.
