@@ -55,6 +55,9 @@ pub struct Config {
     pub max_kept_connections: usize,
     /// A kept connection is not used again after: 1 ms to 1 h, default 20 s.
     pub connection_idle: Duration,
+    /// What of the [direct](crate::Profile::Direct) profile the source serves: default [`ServeDirect::Never`]. It has no
+    /// bearing on what this engine may ask of others.
+    pub serve_direct: ServeDirect,
     /// Staging buffers kept for the next payload, in bytes: 0 to 2^63 - 1, default 48 MiB. 0 asks the system for fresh
     /// pages each time, which costs about as much as a copy.
     pub kept_staging_bytes: u64,
@@ -91,6 +94,7 @@ impl Default for Config {
             source_idle: Duration::from_secs(60),
             max_kept_connections: 32,
             connection_idle: Duration::from_secs(20),
+            serve_direct: ServeDirect::Never,
             kept_staging_bytes: 48 << 20,
             socket_buffer_bytes: None,
             max_notifications: 1024,
@@ -113,6 +117,21 @@ pub enum TransportPolicy {
     TcpOnly,
     /// RDMA, or the request fails. The engine needs a device.
     RdmaOnly,
+}
+
+/// What a source serves of the [direct](crate::Profile::Direct) profile. The owner of the memory decides it: while a direct
+/// operation of a peer runs, [`source_timeout`](Config::source_timeout) at most, the owner waits for those bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ServeDirect {
+    /// Nothing: such requests are refused with [`Status::DirectRefused`](crate::Status::DirectRefused).
+    #[default]
+    Never,
+    /// READs. Meanwhile whoever wants to change the bytes waits; they are still read as they are at one moment.
+    Reads,
+    /// WRITEs, too. Meanwhile whoever wants to touch the bytes waits; a peer that fails in the middle leaves them half
+    /// changed.
+    All,
 }
 
 /// What [`Config::validate`] refuses.

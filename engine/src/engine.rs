@@ -10,7 +10,7 @@ use std::{future::Future, io, net::SocketAddr, sync::Arc, time::Duration};
 #[cfg(test)]
 use crate::batch::DataPath;
 use crate::{
-    BatchReport, Config, ConfigError, Direction, Epoch, Exhausted, HostMemory, Notification, Permission, RegisterError,
+    BatchReport, Config, ConfigError, Epoch, Exhausted, HostMemory, Mode, Notification, Permission, RegisterError,
     RegisteredMemory, RemoteSegment, ResolveError, ResolvedAddress, Stats, SubmitError, TransferError, TransferRequest,
     TransportPolicy, UnregisterError,
     batch::{Transfer, promise},
@@ -305,7 +305,8 @@ impl Engine {
     /// failure ends it, and the report tells how far it got.
     ///
     /// Local memory is resolved to registered ranges, and held, at the start: unregistering it meanwhile frees nothing.
-    /// What moves is each slice as it was at one moment; slices follow each other in time.
+    /// What moves is each slice as it was at one moment; slices follow each other in time. `mode` is a
+    /// [`Direction`](crate::Direction), or one with the [direct](crate::Profile::Direct) profile, which promises less.
     ///
     /// # Errors
     ///
@@ -313,11 +314,11 @@ impl Engine {
     pub fn submit_and_wait(
         &self,
         peer: &RemoteSegment,
-        direction: Direction,
+        mode: impl Into<Mode>,
         requests: &[TransferRequest],
         timeout: Duration,
     ) -> Result<BatchReport, SubmitError> {
-        self.shared.submit_and_wait(peer, direction, requests, Deadline::after(timeout), None)
+        self.shared.submit_and_wait(peer, mode.into(), requests, Deadline::after(timeout), None)
     }
 
     /// As [`Engine::submit_and_wait`], and then sends `notification` to the peer, once, if there were requests and all
@@ -330,12 +331,12 @@ impl Engine {
     pub fn submit_and_notify(
         &self,
         peer: &RemoteSegment,
-        direction: Direction,
+        mode: impl Into<Mode>,
         requests: &[TransferRequest],
         notification: &Notification,
         timeout: Duration,
     ) -> Result<BatchReport, SubmitError> {
-        self.shared.submit_and_wait(peer, direction, requests, Deadline::after(timeout), Some(notification))
+        self.shared.submit_and_wait(peer, mode.into(), requests, Deadline::after(timeout), Some(notification))
     }
 
     /// As [`Engine::submit_and_wait`], or with a notification [`Engine::submit_and_notify`], on a thread of the engine.
@@ -347,13 +348,13 @@ impl Engine {
     pub fn submit_async(
         &self,
         peer: &RemoteSegment,
-        direction: Direction,
+        mode: impl Into<Mode>,
         requests: &[TransferRequest],
         notification: Option<&Notification>,
         timeout: Duration,
     ) -> Result<Transfer, SubmitError> {
         let batch = self.allocate_batch(requests.len())?;
-        let group = batch.submit(peer, direction, requests, timeout, notification)?;
+        let group = batch.submit(peer, mode, requests, timeout, notification)?;
         Ok(Transfer { batch, group })
     }
 

@@ -43,6 +43,8 @@ pub enum Phase {
     Body,
     /// The body was out, its acknowledgement awaited.
     Acknowledgement,
+    /// Local bytes were awaited, which another direct operation is at.
+    LocalMemory,
 }
 
 impl fmt::Display for Phase {
@@ -54,6 +56,7 @@ impl fmt::Display for Phase {
             Self::Payload => "receiving the payload",
             Self::Body => "sending the body",
             Self::Acknowledgement => "waiting for the acknowledgement",
+            Self::LocalMemory => "waiting for local bytes that a direct operation is at",
         })
     }
 }
@@ -139,12 +142,19 @@ pub enum TransferError {
 pub(crate) struct Failure {
     pub(crate) error: TransferError,
     pub(crate) effect: RemoteEffect,
+    /// A direct READ may have changed local bytes.
+    pub(crate) local_changed: bool,
 }
 
 impl Failure {
     /// One that certainly did nothing.
     pub(crate) fn harmless(error: TransferError) -> Self {
-        Self { error, effect: RemoteEffect::None }
+        Self::with(error, RemoteEffect::None)
+    }
+
+    /// One that changed nothing here.
+    pub(crate) fn with(error: TransferError, effect: RemoteEffect) -> Self {
+        Self { error, effect, local_changed: false }
     }
 }
 

@@ -66,17 +66,17 @@ mod wake;
 
 pub use batch::{
     Batch, BatchError, BatchFinished, BatchId, BatchReport, BatchState, BatchStatus, Direction, Group, LocallyDrained,
-    SubmitError, TaskState, TaskStatus, Transfer, TransferFailure, TransferRequest, Transport,
+    Mode, Profile, SubmitError, TaskState, TaskStatus, Transfer, TransferFailure, TransferRequest, Transport,
 };
 pub use budget::Exhausted;
-pub use config::{Config, ConfigError, TransportPolicy};
+pub use config::{Config, ConfigError, ServeDirect, TransportPolicy};
 pub use control::{Status, WireError};
 pub use engine::{CloseTimeout, Engine, NotifyError, OpenError, StartError};
 pub use epoch::{Epoch, NotAnEpoch};
 pub use error::{Phase, RemoteEffect, TransferError};
 pub use memory::{
-    HostMemory, MemoryError, OutOfRange, Permission, RegisterError, RegisteredMemory, ResolveError, ResolvedAddress,
-    UnregisterError,
+    AccessError, HostMemory, MemoryError, OutOfRange, Permission, RegisterError, RegisteredMemory, ResolveError,
+    ResolvedAddress, UnregisterError,
 };
 pub use notification::{Notification, NotificationFailure, NotificationStatus};
 #[cfg(feature = "rdma")]

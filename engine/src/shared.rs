@@ -9,9 +9,8 @@ use std::{
 };
 
 use crate::{
-    BatchError, BatchId, BatchReport, CloseTimeout, Config, Direction, Epoch, Exhausted, Notification,
-    NotificationFailure, NotifyError, OpenError, RemoteSegment, Stats, Status, SubmitError, TransferError,
-    TransferRequest, TransportPolicy,
+    BatchError, BatchId, BatchReport, CloseTimeout, Config, Epoch, Exhausted, Mode, Notification, NotificationFailure,
+    NotifyError, OpenError, RemoteSegment, Stats, Status, SubmitError, TransferError, TransferRequest, TransportPolicy,
     batch::{
         BatchCell, BatchTable, DataPath, Executor, Group, Miss, Plan, Planner, Runner, Timekeeper, run_and_report,
         settle_notification,
@@ -102,6 +101,7 @@ impl Parts {
             inbox: Inbox::new(inbox),
             max_payload_bytes: config.max_payload_bytes,
             max_notification_bytes: config.max_notification_bytes,
+            serve_direct: config.serve_direct,
             has_device,
         };
         Self {
@@ -204,12 +204,12 @@ impl Shared {
     pub(crate) fn submit_and_wait(
         &self,
         peer: &RemoteSegment,
-        direction: Direction,
+        mode: Mode,
         requests: &[TransferRequest],
         deadline: Deadline,
         notification: Option<&Notification>,
     ) -> Result<BatchReport, SubmitError> {
-        let mut plan = self.plan(peer, direction, requests, notification)?;
+        let mut plan = self.plan(peer, mode, requests, notification)?;
         if let Err(miss) = plan.resolve(&peer.snapshot()) {
             let Miss::Unknown(_) = miss else { return Err(miss.into_error()) };
             // The peer may have registered it since.
@@ -229,12 +229,12 @@ impl Shared {
         self: &Arc<Self>,
         cell: &Arc<BatchCell>,
         peer: &RemoteSegment,
-        direction: Direction,
+        mode: Mode,
         requests: &[TransferRequest],
         deadline: Deadline,
         notification: Option<&Notification>,
     ) -> Result<Group, SubmitError> {
-        let mut plan = self.plan(peer, direction, requests, notification)?;
+        let mut plan = self.plan(peer, mode, requests, notification)?;
         plan.resolve(&peer.snapshot()).map_err(Miss::into_error)?;
         self.timekeeper.start().map_err(|error| SubmitError::Thread(Arc::new(error)))?;
         cell.submit(plan, deadline, &self.timekeeper, || {
@@ -248,14 +248,14 @@ impl Shared {
     fn plan(
         &self,
         peer: &RemoteSegment,
-        direction: Direction,
+        mode: Mode,
         requests: &[TransferRequest],
         notification: Option<&Notification>,
     ) -> Result<Plan, SubmitError> {
         if self.stop.is_signalled() {
             return Err(SubmitError::Stopped);
         }
-        self.planner.plan(&self.source.registry, peer, direction, requests, notification)
+        self.planner.plan(&self.source.registry, peer, mode, requests, notification)
     }
 
     /// Puts a notification into the inbox of `peer`, whose budget was taken: in process if it is this engine.
@@ -272,7 +272,7 @@ impl Shared {
         } else {
             self.tcp.notify(peer, notification, deadline)
         };
-        sent.map_err(|Failure { error, effect }| NotificationFailure { error, effect })
+        sent.map_err(|Failure { error, effect, .. }| NotificationFailure { error, effect })
     }
 
     /// Puts a notification into this engine's inbox, with the answers that a peer would get.
@@ -361,6 +361,8 @@ impl Shared {
             rdma_completed: self.counters.rdma_completed.get(),
             rdma_fallbacks: self.counters.rdma_fallbacks.get(),
             rdma_retries: self.counters.rdma_retries.get(),
+            direct_ranges: self.source.registry.direct_ranges(),
+            direct_completed: self.counters.direct_completed.get(),
             ..Stats::default()
         }
     }

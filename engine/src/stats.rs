@@ -57,6 +57,11 @@ pub struct Stats {
     pub rdma_retries: u64,
     /// Pairs of devices, one here and one of a peer's, that are left out for a while after errors.
     pub rdma_resting: u64,
+    /// Ranges that [direct](crate::Profile::Direct) operations are at, as source and as requester: whoever wants them
+    /// waits.
+    pub direct_ranges: u64,
+    /// Requests that completed with the direct profile, since the start.
+    pub direct_completed: u64,
     /// Grants of the source that a device may use, or that are being taken back.
     pub grants: u64,
     /// Their bytes.
@@ -111,6 +116,7 @@ pub(crate) struct Counters {
     pub(crate) rdma_completed: Counter,
     pub(crate) rdma_fallbacks: Counter,
     pub(crate) rdma_retries: Counter,
+    pub(crate) direct_completed: Counter,
 }
 
 #[derive(Default)]

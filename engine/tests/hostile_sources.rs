@@ -154,15 +154,15 @@ fn a_write_that_is_refused_before_its_body_has_no_effect() {
     let trial = Trial::new(move |stream, request| {
         let turn = at.fetch_add(1, SeqCst) as usize;
         let mut reply = wire::reply(wire::READY, epoch_of(request), 0);
-        if let Some(status) = (0..=12).filter(|status| *status != wire::READY).nth(turn) {
+        if let Some(status) = (0..=13).filter(|status| *status != wire::READY).nth(turn) {
             reply[10] = status;
         } else {
-            let flip = turn - 12;
+            let flip = turn - 13;
             reply[flip / MASKS.len()] ^= MASKS[flip % MASKS.len()];
         }
         let _ = stream.write_all(&reply);
     });
-    for attempt in 1..=12 + u32::try_from(wire::REPLY * MASKS.len()).expect("small") {
+    for attempt in 1..=13 + u32::try_from(wire::REPLY * MASKS.len()).expect("small") {
         let report = trial.run(Direction::Write, LONG);
         trial.assert_failed(&report, RemoteEffect::None, attempt);
     }

@@ -8,6 +8,8 @@ mod asynchronous;
 mod budgets;
 #[path = "differential.rs"]
 mod differential;
+#[path = "direct.rs"]
+mod direct;
 #[path = "notifications.rs"]
 mod notifications;
 #[path = "tcp.rs"]

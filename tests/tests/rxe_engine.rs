@@ -8,6 +8,8 @@ mod asynchronous;
 mod budgets;
 #[path = "../../engine/tests/differential.rs"]
 mod differential;
+#[path = "../../engine/tests/direct.rs"]
+mod direct;
 #[path = "../../engine/tests/notifications.rs"]
 mod notifications;
 #[path = "../../engine/examples/rdma_roundtrip.rs"]

@@ -65,11 +65,11 @@ impl DataPath for Held {
         match arrive() {
             Ok(Verdict::Complete) => Ok(Transport::Tcp),
             Ok(Verdict::Fail(effect)) => {
-                Err(Failure { error: TransferError::Disconnected { phase: Phase::Reply }, effect })
+                Err(Failure::with(TransferError::Disconnected { phase: Phase::Reply }, effect))
             }
             Ok(Verdict::HoldBack) => {
                 self.kept_by_device.lock().expect("no panic").push(slice);
-                Err(Failure { error: TransferError::TimedOut { phase: Phase::Reply }, effect: RemoteEffect::Unknown })
+                Err(Failure::with(TransferError::TimedOut { phase: Phase::Reply }, RemoteEffect::Unknown))
             }
             Ok(Verdict::Panic) => panic!("as a fault of ours would"),
             Err(_) => Err(Failure::harmless(TransferError::Stopped)),

@@ -14,7 +14,7 @@ use super::{
     execute::{Moved, Observer, run_requests, settle_notification},
     plan::{Plan, SubmitError},
     report::BatchReport,
-    slice::{DataPath, Direction, Slice},
+    slice::{DataPath, Mode, Profile, Slice},
     table::{BatchError, BatchId},
     timer::{Timekeeper, Timer},
 };
@@ -76,6 +76,7 @@ impl Drop for Hold {
 pub struct Group {
     pub(super) index: usize,
     pub(super) tasks: Range<usize>,
+    pub(super) profile: Profile,
 }
 
 impl Group {
@@ -129,7 +130,8 @@ impl BatchCell {
             find_thread()?;
             inner.running = true;
         }
-        let (group, tasks) = inner.core.submit(asked, plan.direction == Direction::Write, plan.notification.is_some());
+        let Mode { profile, .. } = plan.mode;
+        let (group, tasks) = inner.core.submit(asked, plan.mode, plan.notification.is_some());
         let peer = plan.peer().clone();
         let notification = plan.notification.take();
         let hold = Arc::new(Hold { cell: Arc::clone(self), charge: Mutex::new(None) });
@@ -138,7 +140,7 @@ impl BatchCell {
         let timer = timekeeper.add(deadline, Arc::downgrade(self), group);
         let first_task = tasks.start;
         inner.queue.push_back(Work { group, first_task, slices, deadline, notification, peer, timer, hold });
-        Ok(Group { index: group, tasks })
+        Ok(Group { index: group, tasks, profile })
     }
 
     /// Runs queued groups, in order, until there are none.
@@ -209,9 +211,9 @@ impl BatchCell {
 
     /// The tasks of one submission in the form of the synchronous calls, once they are final and its notification is
     /// settled.
-    pub(crate) fn report(&self, Group { index, tasks }: &Group) -> Option<BatchReport> {
+    pub(crate) fn report(&self, Group { index, tasks, profile }: &Group) -> Option<BatchReport> {
         let inner = self.lock();
-        let mut report = BatchReport::new(tasks.len());
+        let mut report = BatchReport::new(tasks.len(), *profile);
         report.notification = inner.core.status().notifications.get(*index)?.clone();
         if matches!(report.notification, crate::NotificationStatus::Pending) {
             return None;
@@ -226,7 +228,8 @@ impl BatchCell {
                 }
                 _ => task.error.unwrap_or(TransferError::Cancelled),
             };
-            report.failure = Some(TransferFailure { index, error, effect: task.effect });
+            let (effect, local_changed) = (task.effect, task.local_changed);
+            report.failure = Some(TransferFailure { index, error, effect, local_changed });
             break;
         }
         // A task that timed out may be waited for by others; final is what counts here.

@@ -4,6 +4,7 @@
 
 use std::ops::Range;
 
+use super::slice::{Direction, Mode, Profile};
 use crate::{NotificationStatus, RemoteEffect, TransferError, Transport, error::Failure};
 
 /// What a task has come to. All but `Pending` are final.
@@ -49,10 +50,14 @@ pub struct TaskStatus {
     pub bytes: u64,
     /// What it may have done at the peer.
     pub effect: RemoteEffect,
+    /// It ended as a [direct](Profile::Direct) READ that may have changed its local slice without completing.
+    pub local_changed: bool,
     /// Why it failed or timed out.
     pub error: Option<TransferError>,
     /// What moved its bytes, once it completed.
     pub transport: Option<Transport>,
+    /// What was promised about bytes on their way.
+    pub profile: Profile,
 }
 
 /// A batch, at the moment of asking.
@@ -102,7 +107,7 @@ struct Group {
 #[derive(Debug)]
 struct Task {
     group: usize,
-    writes: bool,
+    mode: Mode,
     state: TaskState,
     /// How many slices it has, once it was started.
     slices: Option<u32>,
@@ -114,6 +119,8 @@ struct Task {
     cancelled: bool,
     /// A slice ended with an effect, or nobody knows.
     touched: bool,
+    /// A slice that did not complete may have changed local bytes.
+    local_changed: bool,
     error: Option<TransferError>,
     transport: Option<Transport>,
     effect: RemoteEffect,
@@ -139,12 +146,12 @@ impl BatchCore {
 
     /// Adds a group for which there is room; it holds local memory until [`BatchCore::release`]. The result is its
     /// number and its tasks.
-    pub(super) fn submit(&mut self, count: usize, writes: bool, notify: bool) -> (usize, Range<usize>) {
+    pub(super) fn submit(&mut self, count: usize, mode: Mode, notify: bool) -> (usize, Range<usize>) {
         let taken = self.tasks.len();
         let group = self.groups.len();
         let task = || Task {
             group,
-            writes,
+            mode,
             state: TaskState::Pending,
             slices: None,
             posted: 0,
@@ -153,6 +160,7 @@ impl BatchCore {
             bytes: 0,
             cancelled: false,
             touched: false,
+            local_changed: false,
             error: None,
             transport: None,
             effect: RemoteEffect::None,
@@ -203,6 +211,7 @@ impl BatchCore {
             }
             Err(failure) => {
                 task.touched |= failure.effect != RemoteEffect::None;
+                task.local_changed |= failure.local_changed;
                 task.error.get_or_insert(failure.error);
             }
         }
@@ -254,7 +263,7 @@ impl BatchCore {
         if let Some(index) = pending {
             let task = &mut self.tasks[index];
             task.error.get_or_insert_with(|| error.clone());
-            task.touched |= task.posted > task.resolved;
+            task.leave_open();
             self.finish(index, TaskState::TimedOut);
         }
     }
@@ -272,7 +281,7 @@ impl BatchCore {
             let task = &mut self.tasks[index];
             if task.state == TaskState::Pending {
                 task.error.get_or_insert_with(|| error.clone());
-                task.touched |= task.posted > task.resolved;
+                task.leave_open();
                 self.finish(index, TaskState::Failed);
             }
         }
@@ -325,7 +334,9 @@ impl BatchCore {
             bytes: task.bytes,
             effect: task.effect,
             error: task.error.clone(),
+            local_changed: task.local_changed,
             transport: task.transport,
+            profile: task.mode.profile,
         })
     }
 
@@ -355,7 +366,7 @@ impl BatchCore {
     fn finish(&mut self, index: usize, state: TaskState) {
         let task = &mut self.tasks[index];
         task.state = state;
-        task.effect = match (task.writes && task.touched, state) {
+        task.effect = match (task.mode.direction == Direction::Write && task.touched, state) {
             (false, _) => RemoteEffect::None,
             (true, TaskState::Completed) => RemoteEffect::Committed,
             (true, _) => RemoteEffect::Unknown,
@@ -387,6 +398,15 @@ impl BatchCore {
         if ended && matches!(notification, NotificationStatus::Pending) && !self.is_complete(group) {
             self.groups[group].notification = NotificationStatus::Skipped;
         }
+    }
+}
+
+impl Task {
+    /// It ends while slices of it are on their way: nobody knows what becomes of them.
+    fn leave_open(&mut self) {
+        let open = self.posted > self.resolved;
+        self.touched |= open;
+        self.local_changed |= open && self.mode.may_change_local();
     }
 }
 

@@ -5,6 +5,9 @@ use std::collections::{HashMap, HashSet, VecDeque, hash_map::Entry};
 use super::*;
 use crate::Phase;
 
+const READ: Mode = Mode { direction: Direction::Read, profile: Profile::Staged };
+const WRITE: Mode = Mode { direction: Direction::Write, profile: Profile::Staged };
+
 fn error() -> TransferError {
     TransferError::Disconnected { phase: Phase::Reply }
 }
@@ -14,7 +17,7 @@ fn timeout() -> TransferError {
 }
 
 fn failure(error: TransferError, effect: RemoteEffect) -> Result<u64, Failure> {
-    Err(Failure { error, effect })
+    Err(Failure::with(error, effect))
 }
 
 fn states(core: &BatchCore) -> Vec<TaskState> {
@@ -27,7 +30,7 @@ use TaskState::{Cancelled, Completed, Failed, NotAttempted, Pending, TimedOut};
 fn an_empty_batch_is_complete_and_an_empty_group_notifies_nobody() {
     let mut core = BatchCore::new(0);
     assert_eq!(core.status().state, BatchState::Completed);
-    let (group, tasks) = core.submit(0, true, true);
+    let (group, tasks) = core.submit(0, WRITE, true);
     assert_eq!((group, tasks), (0, 0..0));
     assert!(matches!(core.status().notifications[..], [NotificationStatus::Skipped]));
     assert!(!core.is_complete(0) && !core.may_be_freed(), "it is held until released");
@@ -39,18 +42,18 @@ fn an_empty_batch_is_complete_and_an_empty_group_notifies_nobody() {
 fn capacity_is_all_or_nothing() {
     let mut core = BatchCore::new(3);
     assert_eq!(core.check_room(4), Err(Full { capacity: 3, taken: 0 }));
-    core.submit(2, false, false);
+    core.submit(2, READ, false);
     assert_eq!(core.check_room(2), Err(Full { capacity: 3, taken: 2 }));
     assert_eq!(core.check_room(1), Ok(()));
-    assert_eq!(core.submit(1, false, false), (1, 2..3), "numbered on");
+    assert_eq!(core.submit(1, READ, false), (1, 2..3), "numbered on");
     assert_eq!(core.check_room(0), Ok(()));
 }
 
 #[test]
 fn a_failure_leaves_what_is_behind_unattempted_in_its_group_only() {
     let mut core = BatchCore::new(8);
-    core.submit(3, true, true);
-    core.submit(1, true, false);
+    core.submit(3, WRITE, true);
+    core.submit(1, WRITE, false);
     for task in 0..2 {
         assert!(core.start(task, 1) && core.post(task));
         core.resolve(task, if task == 0 { Ok(5) } else { failure(error(), RemoteEffect::Unknown) });
@@ -68,7 +71,7 @@ fn a_failure_leaves_what_is_behind_unattempted_in_its_group_only() {
 #[test]
 fn two_slices_one_cancelled_end_when_the_posted_one_does() {
     let mut core = BatchCore::new(1);
-    core.submit(1, true, false);
+    core.submit(1, WRITE, false);
     assert!(core.start(0, 2) && core.post(0));
     core.cancel();
     core.cancel();
@@ -83,7 +86,7 @@ fn two_slices_one_cancelled_end_when_the_posted_one_does() {
 #[test]
 fn a_task_that_is_all_posted_may_complete_in_spite_of_a_cancel() {
     let mut core = BatchCore::new(2);
-    core.submit(2, false, false);
+    core.submit(2, READ, false);
     assert!(core.start(0, 1) && core.post(0));
     core.cancel();
     assert_eq!(states(&core), [Pending, Cancelled], "what has not begun is cancelled at once");
@@ -95,7 +98,7 @@ fn a_task_that_is_all_posted_may_complete_in_spite_of_a_cancel() {
 #[test]
 fn one_task_cancelled_before_it_begins_stops_those_behind_it() {
     let mut core = BatchCore::new(4);
-    core.submit(4, false, false);
+    core.submit(4, READ, false);
     assert!(core.start(0, 1) && core.post(0));
     core.cancel_task(2);
     assert_eq!(states(&core), [Pending, Pending, Cancelled, NotAttempted]);
@@ -106,7 +109,7 @@ fn one_task_cancelled_before_it_begins_stops_those_behind_it() {
 #[test]
 fn a_deadline_ends_a_task_whose_slices_are_still_out() {
     let mut core = BatchCore::new(3);
-    core.submit(3, true, true);
+    core.submit(3, WRITE, true);
     assert!(core.start(0, 1) && core.post(0));
     core.expire(0, &timeout());
     assert_eq!(states(&core), [TimedOut, NotAttempted, NotAttempted]);
@@ -124,16 +127,38 @@ fn a_deadline_ends_a_task_whose_slices_are_still_out() {
 #[test]
 fn a_deadline_before_the_first_task_began_has_no_effect_at_the_peer() {
     let mut core = BatchCore::new(2);
-    core.submit(2, true, false);
+    core.submit(2, WRITE, false);
     core.expire(0, &timeout());
     assert_eq!(states(&core), [TimedOut, NotAttempted]);
     assert_eq!(core.task(0).expect("there").effect, RemoteEffect::None);
 }
 
 #[test]
+fn a_direct_read_that_ends_on_its_way_may_have_changed_its_target() {
+    for (mode, changed) in [(Direction::Read.direct(), true), (READ, false), (Direction::Write.direct(), false)] {
+        let mut core = BatchCore::new(2);
+        core.submit(2, mode, false);
+        assert!(core.start(0, 1) && core.post(0));
+        core.expire(0, &timeout());
+        let task = core.task(0).expect("there");
+        assert_eq!((task.state, task.local_changed, task.profile), (TimedOut, changed, mode.profile));
+        assert!(!core.task(1).expect("there").local_changed, "it never began");
+    }
+    // What the transport knows better is believed.
+    for known in [false, true] {
+        let mut core = BatchCore::new(1);
+        core.submit(1, Direction::Read.direct(), false);
+        assert!(core.start(0, 1) && core.post(0));
+        core.resolve(0, Err(Failure { local_changed: known, ..Failure::harmless(error()) }));
+        let task = core.task(0).expect("there");
+        assert_eq!((task.state, task.effect, task.local_changed), (Failed, RemoteEffect::None, known));
+    }
+}
+
+#[test]
 fn a_fault_of_ours_fails_what_ran_and_settles_the_rest() {
     let mut core = BatchCore::new(4);
-    core.submit(3, true, true);
+    core.submit(3, WRITE, true);
     assert!(core.start(0, 1) && core.post(0));
     core.resolve(0, Ok(1));
     assert!(core.start(1, 1) && core.post(1));
@@ -141,7 +166,7 @@ fn a_fault_of_ours_fails_what_ran_and_settles_the_rest() {
     assert_eq!(states(&core), [Completed, Failed, NotAttempted]);
     assert!(core.status().is_finished());
     // While the notification was on its way.
-    core.submit(1, false, true);
+    core.submit(1, READ, true);
     assert!(core.start(3, 1) && core.post(3));
     core.resolve(3, Ok(1));
     assert!(!core.status().is_finished(), "the notification is not settled");
@@ -155,7 +180,7 @@ fn a_batch_is_as_bad_as_its_worst_task() {
     for (worse, first) in order.into_iter().enumerate() {
         for second in &order[..=worse] {
             let mut core = BatchCore::new(2);
-            core.submit(2, false, false);
+            core.submit(2, READ, false);
             core.tasks[0].state = first;
             core.tasks[1].state = *second;
             assert_eq!(core.status().state, BatchState::of(first), "{first:?} and {second:?}");
@@ -269,10 +294,10 @@ impl World {
                 assert_eq!((task.slices, task.bytes, task.effect), (None, 0, RemoteEffect::None));
             }
             match task.effect {
-                RemoteEffect::None if task.state == Completed => assert!(!task.writes),
+                RemoteEffect::None if task.state == Completed => assert!(task.mode == READ),
                 RemoteEffect::None => {}
-                RemoteEffect::Unknown => assert!(task.writes && task.posted > 0 && task.state != Completed),
-                RemoteEffect::Committed => assert!(task.writes && task.state == Completed),
+                RemoteEffect::Unknown => assert!(task.mode == WRITE && task.posted > 0 && task.state != Completed),
+                RemoteEffect::Committed => assert!(task.mode == WRITE && task.state == Completed),
             }
             let ended_badly = !matches!(task.state, Pending | Completed);
             if ended_badly {
@@ -303,8 +328,9 @@ impl World {
 /// Explores everything that follows from a fresh batch of two groups.
 fn explore(writes: bool) -> HashMap<String, World> {
     let mut core = BatchCore::new(3);
-    core.submit(2, writes, true);
-    core.submit(1, writes, false);
+    let mode = if writes { WRITE } else { READ };
+    core.submit(2, mode, true);
+    core.submit(1, mode, false);
     let first = World { core, cursor: 0, running: None };
     let mut seen: HashMap<String, World> = HashMap::from([(first.key(), first.clone())]);
     let mut queue = VecDeque::from([first]);

@@ -8,7 +8,7 @@ use super::{
     future::{BatchFinished, LocallyDrained},
     plan::{SubmitError, TransferRequest},
     report::BatchReport,
-    slice::Direction,
+    slice::Mode,
     table::{BatchError, BatchId},
 };
 use crate::{Notification, RemoteSegment, deadline::Deadline, shared::Shared};
@@ -57,12 +57,12 @@ impl Batch {
     pub fn submit(
         &self,
         peer: &RemoteSegment,
-        direction: Direction,
+        mode: impl Into<Mode>,
         requests: &[TransferRequest],
         timeout: Duration,
         notification: Option<&Notification>,
     ) -> Result<Group, SubmitError> {
-        self.shared.submit_to(&self.cell, peer, direction, requests, Deadline::after(timeout), notification)
+        self.shared.submit_to(&self.cell, peer, mode.into(), requests, Deadline::after(timeout), notification)
     }
 
     /// How it stands. Asking has no effect on it.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::{
     cell::Hold,
-    slice::{Direction, LocalGuard, Slice},
+    slice::{Direction, LocalGuard, Mode, Slice},
     table::BatchError,
 };
 use crate::{
@@ -114,7 +114,7 @@ pub(crate) struct Planner {
 
 /// A checked submission. Local memory and budget are held from here on.
 pub(crate) struct Plan {
-    pub(crate) direction: Direction,
+    pub(crate) mode: Mode,
     pub(crate) notification: Option<Notification>,
     /// One submission, with all bytes.
     pub(crate) charge: Charge,
@@ -138,7 +138,7 @@ impl Planner {
         &self,
         registry: &Registry,
         peer: &RemoteSegment,
-        direction: Direction,
+        mode: Mode,
         requests: &[TransferRequest],
         notification: Option<&Notification>,
     ) -> Result<Plan, SubmitError> {
@@ -163,7 +163,7 @@ impl Planner {
         }
         let charge = self.budget.take(1, bytes)?;
         Ok(Plan {
-            direction,
+            mode,
             notification: notification.cloned(),
             charge,
             peer: peer.clone(),
@@ -186,7 +186,7 @@ impl Plan {
                 length,
             }))?;
             let permission = descriptor.permission;
-            let allowed = match self.direction {
+            let allowed = match self.mode.direction {
                 Direction::Read => permission.allows_read(),
                 Direction::Write => permission.allows_write(),
             };
@@ -209,13 +209,13 @@ impl Plan {
     /// What the transport gets. Each slice holds `hold`, too.
     pub(crate) fn take_slices(&mut self, hold: Option<&Arc<Hold>>) -> Vec<Slice> {
         let local = std::mem::take(&mut self.local).into_iter();
-        let (peer, direction) = ((self.peer.endpoint(), self.peer.epoch()), self.direction);
+        let (peer, Mode { direction, profile }) = ((self.peer.endpoint(), self.peer.epoch()), self.mode);
         let parts = local.zip(&self.remote).zip(&self.requests);
         let slice = |(((registration, local_offset), remote), request): (_, &TransferRequest)| {
             let ((remote_region, remote_offset), length): (&(u64, u64), _) = (remote, request.length);
             let local = LocalGuard::new(registration, hold.cloned());
             let (remote_region, remote_offset) = (*remote_region, *remote_offset);
-            Slice { peer, direction, local, local_offset, remote_region, remote_offset, length }
+            Slice { peer, direction, profile, local, local_offset, remote_region, remote_offset, length }
         };
         parts.map(slice).collect()
     }

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::execute::Moved;
+use super::{execute::Moved, slice::Profile};
 use crate::{NotificationStatus, RemoteEffect, TransferError, error::Failure};
 
 /// Which transport moved the bytes.
@@ -11,7 +11,7 @@ use crate::{NotificationStatus, RemoteEffect, TransferError, error::Failure};
 pub enum Transport {
     /// Plain TCP.
     Tcp,
-    /// An RDMA device, by way of staging memory at both ends: a slice changes in one step, as over TCP.
+    /// An RDMA device.
     Rdma,
     /// Some requests went one way and some the other.
     Mixed,
@@ -43,6 +43,8 @@ pub struct BatchReport {
     pub notification: NotificationStatus,
     /// What moved the bytes of those that completed; `None` if there were none.
     pub transport: Option<Transport>,
+    /// What was promised about bytes on their way: as it was asked for.
+    pub profile: Profile,
 }
 
 /// The request that failed.
@@ -53,12 +55,15 @@ pub struct TransferFailure {
     pub index: usize,
     /// Why.
     pub error: TransferError,
-    /// What it may have done at the peer. The local slice of a READ is as it was.
+    /// What it may have done at the peer.
     pub effect: RemoteEffect,
+    /// It was a [direct](Profile::Direct) READ that may have changed part of its local slice, or all. Else that is as it
+    /// was.
+    pub local_changed: bool,
 }
 
 impl BatchReport {
-    pub(super) fn new(requests: usize) -> Self {
+    pub(super) fn new(requests: usize, profile: Profile) -> Self {
         Self {
             requests,
             completed: 0,
@@ -66,6 +71,7 @@ impl BatchReport {
             failure: None,
             notification: NotificationStatus::NotRequested,
             transport: None,
+            profile,
         }
     }
 
@@ -97,7 +103,9 @@ impl BatchReport {
                     (Some(known), Some(by)) => Some(if known == by { known } else { Transport::Mixed }),
                 };
             }
-            Err(Failure { error, effect }) => self.failure = Some(TransferFailure { index, error, effect }),
+            Err(Failure { error, effect, local_changed }) => {
+                self.failure = Some(TransferFailure { index, error, effect, local_changed });
+            }
         }
     }
 }

@@ -28,7 +28,7 @@ impl Observer for Recorder {
 
 /// Carries out a checked submission; the report says nothing yet about its notification.
 pub(crate) fn run_and_report(path: &dyn DataPath, plan: &mut Plan, deadline: Deadline) -> BatchReport {
-    let recorder = Recorder(RefCell::new(BatchReport::new(plan.len())));
+    let recorder = Recorder(RefCell::new(BatchReport::new(plan.len(), plan.mode.profile)));
     run_requests(path, plan.take_slices(None), deadline, &recorder);
     recorder.0.into_inner()
 }

@@ -7,7 +7,7 @@ use super::{
     wire::{Opcode, Request, Status, encode_descriptors},
 };
 use crate::{
-    Direction, Epoch,
+    Direction, Epoch, Profile, ServeDirect,
     memory::{Registration, Registry},
     notification::{Inbox, Reservation},
 };
@@ -20,6 +20,7 @@ pub(crate) struct Source {
     pub(crate) inbox: Arc<Inbox>,
     pub(crate) max_payload_bytes: u64,
     pub(crate) max_notification_bytes: u64,
+    pub(crate) serve_direct: ServeDirect,
     /// Operations 4 and 5 can be carried out.
     pub(crate) has_device: bool,
 }
@@ -49,10 +50,18 @@ pub(crate) struct Access {
     pub(crate) registration: Arc<Registration>,
     pub(crate) offset: u64,
     pub(crate) length: u64,
+    pub(crate) profile: Profile,
+}
+
+impl Access {
+    /// Offset and length in the range.
+    pub(crate) fn place(&self) -> (u64, u64) {
+        (self.offset, self.length)
+    }
 }
 
 impl Source {
-    /// Framing and version were checked by the decoder; then closed, epoch, region, permission, range, budget. The
+    /// Framing and version were checked by the decoder; then closed, epoch, region, permission, profile, range, budget. The
     /// first that fails is the answer.
     pub(crate) fn admit(&self, request: &Request) -> Result<Operation, Status> {
         let inside = self.admission.enter().ok_or(Status::SourceClosed)?;
@@ -78,12 +87,17 @@ impl Source {
     fn access(&self, request: &Request) -> Result<Access, Status> {
         let registration = self.registry.find(request.region).ok_or(Status::UnknownRegion)?;
         let permission = registration.permission;
-        let allowed = match request.opcode {
-            Opcode::Write | Opcode::RdmaWrite => permission.allows_write(),
-            _ => permission.allows_read(),
+        let (allowed, direct) = match request.opcode {
+            Opcode::Write | Opcode::RdmaWrite => {
+                (permission.allows_write(), matches!(self.serve_direct, ServeDirect::All))
+            }
+            _ => (permission.allows_read(), matches!(self.serve_direct, ServeDirect::Reads | ServeDirect::All)),
         };
         if !allowed {
             return Err(Status::PermissionDenied);
+        }
+        if request.profile == Profile::Direct && !direct {
+            return Err(Status::DirectRefused);
         }
         let end = request.offset.checked_add(request.length);
         end.filter(|end| *end <= registration.span.length).ok_or(Status::InvalidRange)?;
@@ -94,7 +108,8 @@ impl Source {
         if request.length > self.max_payload_bytes {
             return Err(Status::Exhausted);
         }
-        Ok(Access { registration, offset: request.offset, length: request.length })
+        let Request { offset, length, profile, .. } = *request;
+        Ok(Access { registration, offset, length, profile })
     }
 
     fn notify(&self, request: &Request) -> Result<Kind, Status> {

@@ -5,7 +5,7 @@ use crate::{
     Notification, Permission,
     budget::{Budget, Used},
     deadline::Deadline,
-    memory::RegisteredMemory,
+    memory::{Patience, RegisteredMemory},
 };
 use std::time::Duration;
 
@@ -21,6 +21,7 @@ fn source() -> Source {
         inbox: Inbox::new(Budget::new(("max_notifications", 2), ("max_inbox_bytes", 100))),
         max_payload_bytes: 1000,
         max_notification_bytes: 50,
+        serve_direct: ServeDirect::Never,
         has_device: false,
     }
 }
@@ -31,7 +32,7 @@ fn register(source: &Source, length: usize, permission: Permission) -> Registere
 }
 
 fn request(opcode: Opcode, epoch: Epoch, region: u64, offset: u64, length: u64) -> Request {
-    Request { opcode, epoch, region, offset, length }
+    Request { opcode, epoch, region, offset, length, profile: Profile::Staged }
 }
 
 fn answer(source: &Source, request: &Request) -> Option<Status> {
@@ -73,6 +74,29 @@ fn the_first_check_that_fails_is_the_answer() {
 }
 
 #[test]
+fn a_direct_request_is_for_a_source_that_serves_them() {
+    let direct =
+        |opcode, region, offset| Request { profile: Profile::Direct, ..request(opcode, EPOCH, region, offset, 8) };
+    for (serves, reads, writes) in
+        [(ServeDirect::Never, false, false), (ServeDirect::Reads, true, false), (ServeDirect::All, true, true)]
+    {
+        let source = Source { serve_direct: serves, has_device: true, ..source() };
+        let (both, read_only) =
+            (register(&source, 8, Permission::RemoteReadWrite).id(), register(&source, 8, Permission::RemoteRead).id());
+        for (opcode, served) in
+            [(Opcode::Read, reads), (Opcode::Write, writes), (Opcode::RdmaRead, reads), (Opcode::RdmaWrite, writes)]
+        {
+            let refused = (!served).then_some(Status::DirectRefused);
+            assert_eq!(answer(&source, &direct(opcode, both, 0)), refused, "{serves:?} {opcode:?}");
+            let beyond = refused.or(Some(Status::InvalidRange));
+            assert_eq!(answer(&source, &direct(opcode, both, 1)), beyond, "before the range");
+            assert_eq!(answer(&source, &request(opcode, EPOCH, both, 0, 8)), None, "staged, as ever");
+        }
+        assert_eq!(answer(&source, &direct(Opcode::Write, read_only, 0)), Some(Status::PermissionDenied));
+    }
+}
+
+#[test]
 fn a_notification_takes_its_room_before_it_is_told_to_come() {
     let source = source();
     let ask = |name, message| source.admit(&request(Opcode::Notify, EPOCH, 0, name, message));
@@ -98,8 +122,8 @@ fn an_admitted_operation_keeps_its_memory_whatever_is_given_up() {
     let late = request(Opcode::Write, EPOCH, 1, 10, 20);
     assert_eq!(answer(&source, &late), Some(Status::UnknownRegion));
     let Kind::Write(access) = &operation.kind else { panic!("a WRITE") };
-    let touched = access.registration.with(access.offset, access.length, |bytes| bytes.fill(1));
-    assert_eq!(touched, Some(()));
+    let touched = access.registration.write(access.place(), Patience::None, |bytes| bytes.fill(1));
+    assert_eq!(touched, Ok(()));
     let closing = source.admission.close(Deadline::after(Duration::ZERO)).expect_err("one is inside");
     assert_eq!(closing.inside, 1);
     drop(operation);

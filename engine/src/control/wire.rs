@@ -3,7 +3,7 @@
 //! Everything is checked here that can be checked without knowing the other frames of the connection.
 
 use crate::{
-    Epoch,
+    Epoch, Profile,
     memory::{Permission, Registration, Span},
 };
 
@@ -12,6 +12,12 @@ const MAGIC: [u8; 8] = *b"VRBSENGN";
 /// The one version that is spoken. A change of the wire takes the next one; there is no legacy mode.
 const VERSION: u16 = 1;
 const HEAD_BYTES: usize = 12;
+const KIND_AT: usize = 8 + 2;
+/// Flags in a request; 0 in every other frame.
+const FLAGS_AT: usize = HEAD_BYTES - 1;
+const _: () = assert!(FLAGS_AT == KIND_AT + 1, "magic, version, kind, flags");
+/// The flag of a request for the direct profile.
+const DIRECT: u8 = 1;
 pub(crate) const REQUEST_BYTES: usize = 52;
 pub(crate) const REPLY_BYTES: usize = 36;
 /// Behind a request for operation 4 or 5.
@@ -69,6 +75,8 @@ pub enum Status {
     BackendError = 11,
     /// The source does not have the connection that was named.
     CacheMiss = 12,
+    /// The source does not serve the direct profile, or not for this operation. The staged one it may.
+    DirectRefused = 13,
 }
 
 /// Bytes that are no frame of this wire.
@@ -90,7 +98,7 @@ pub enum WireError {
     /// A number that nothing stands for.
     #[error("{field} {found} is not known")]
     Unknown {
-        /// "operation", "status" or "permission".
+        /// "operation", "status", "permission" or "flags", say.
         field: &'static str,
         /// What stands there.
         found: u8,
@@ -197,6 +205,8 @@ pub(crate) struct Request {
     pub(crate) offset: u64,
     /// Bytes to move; the length of the message in a notification.
     pub(crate) length: u64,
+    /// The one flag that there is: READs and WRITEs may be direct.
+    pub(crate) profile: Profile,
 }
 
 /// 36 bytes, source to requester.
@@ -221,6 +231,11 @@ impl Opcode {
     /// Whether more comes behind the request, at once.
     pub(crate) fn has_ask(self) -> bool {
         matches!(self, Self::RdmaRead | Self::RdmaWrite)
+    }
+
+    /// Whether it is about bytes of a range, and so has a profile.
+    fn moves_ranges(self) -> bool {
+        !matches!(self, Self::Describe | Self::Notify)
     }
 
     fn from_byte(byte: u8) -> Result<Self, WireError> {
@@ -254,6 +269,7 @@ impl Status {
             10 => Self::BackendUnavailable,
             11 => Self::BackendError,
             12 => Self::CacheMiss,
+            13 => Self::DirectRefused,
             found => return Err(WireError::Unknown { field: "status", found }),
         })
     }
@@ -262,12 +278,16 @@ impl Status {
 impl Request {
     /// The one that asks for all regions.
     pub(crate) fn describe(epoch: Epoch) -> Self {
-        Self { opcode: Opcode::Describe, epoch, region: 0, offset: 0, length: 0 }
+        Self { opcode: Opcode::Describe, epoch, region: 0, offset: 0, length: 0, profile: Profile::Staged }
     }
 
     pub(crate) fn encode(&self) -> [u8; REQUEST_BYTES] {
         let mut bytes = [0; REQUEST_BYTES];
         put_head(&mut bytes, self.opcode as u8);
+        bytes[FLAGS_AT] = match self.profile {
+            Profile::Staged => 0,
+            Profile::Direct => DIRECT,
+        };
         bytes[12..28].copy_from_slice(&self.epoch.to_bytes());
         bytes[28..36].copy_from_slice(&self.region.to_be_bytes());
         bytes[36..44].copy_from_slice(&self.offset.to_be_bytes());
@@ -276,7 +296,13 @@ impl Request {
     }
 
     pub(crate) fn decode(bytes: &[u8; REQUEST_BYTES]) -> Result<Self, WireError> {
-        let opcode = Opcode::from_byte(check_head(bytes)?)?;
+        check_start(bytes)?;
+        let opcode = Opcode::from_byte(bytes[KIND_AT])?;
+        let profile = match bytes[FLAGS_AT] {
+            0 => Profile::Staged,
+            DIRECT if opcode.moves_ranges() => Profile::Direct,
+            found => return Err(WireError::Unknown { field: "flags", found }),
+        };
         let epoch = Epoch::from_bytes(array(bytes, 12));
         let (region, offset, length) = (number(bytes, 28), number(bytes, 36), number(bytes, 44));
         if matches!(opcode, Opcode::Describe | Opcode::Notify) {
@@ -289,7 +315,7 @@ impl Request {
         if offset.checked_add(length).is_none() {
             return Err(WireError::Overflow { offset, length });
         }
-        Ok(Self { opcode, epoch, region, offset, length })
+        Ok(Self { opcode, epoch, region, offset, length, profile })
     }
 }
 
@@ -375,12 +401,19 @@ pub(crate) fn decode_descriptors(bytes: &[u8]) -> Result<Vec<Descriptor>, WireEr
 pub(crate) fn put_head(bytes: &mut [u8], kind: u8) {
     bytes[..8].copy_from_slice(&MAGIC);
     bytes[8..10].copy_from_slice(&VERSION.to_be_bytes());
-    bytes[10] = kind;
+    bytes[KIND_AT] = kind;
 }
 
-/// The operation or status byte of a frame whose first 12 bytes are sound.
+/// The operation or status byte of a frame whose first 12 bytes are sound, and which has no flags.
 pub(crate) fn check_head(bytes: &[u8]) -> Result<u8, WireError> {
-    const _: () = assert!(HEAD_BYTES == 8 + 2 + 1 + 1, "magic, version, kind, reserved");
+    check_start(bytes)?;
+    if bytes[FLAGS_AT] != 0 {
+        return Err(WireError::Reserved { field: "a header" });
+    }
+    Ok(bytes[KIND_AT])
+}
+
+fn check_start(bytes: &[u8]) -> Result<(), WireError> {
     let (found, version) = (array(bytes, 0), u16::from_be_bytes(array(bytes, 8)));
     if found != MAGIC {
         return Err(WireError::Magic { found });
@@ -388,10 +421,7 @@ pub(crate) fn check_head(bytes: &[u8]) -> Result<u8, WireError> {
     if version != VERSION {
         return Err(WireError::Version { found: version });
     }
-    if bytes[HEAD_BYTES - 1] != 0 {
-        return Err(WireError::Reserved { field: "a header" });
-    }
-    Ok(bytes[10])
+    Ok(())
 }
 
 fn zero(field: &'static str, found: u64) -> Result<(), WireError> {

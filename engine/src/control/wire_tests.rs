@@ -16,7 +16,11 @@ const EPOCH: Epoch =
 const EPOCH_HEX: &str = "e0e1e2e3e4e5e6e7e8e9eaebecedeeef";
 
 fn request(opcode: Opcode, region: u64, offset: u64, length: u64) -> Request {
-    Request { opcode, epoch: EPOCH, region, offset, length }
+    Request { opcode, epoch: EPOCH, region, offset, length, profile: Profile::Staged }
+}
+
+fn direct(opcode: Opcode, region: u64, offset: u64, length: u64) -> Request {
+    Request { profile: Profile::Direct, ..request(opcode, region, offset, length) }
 }
 
 fn span(start: u64, length: u64) -> Span {
@@ -34,6 +38,12 @@ fn golden_requests() {
         (request(Opcode::RdmaWrite, 1, 2, 3), "05 00", "0000000000000001 0000000000000002 0000000000000003"),
         (request(Opcode::SlicedRdmaRead, 1, 2, 3), "06 00", "0000000000000001 0000000000000002 0000000000000003"),
         (request(Opcode::SlicedRdmaWrite, 1, 2, 3), "07 00", "0000000000000001 0000000000000002 0000000000000003"),
+        (direct(Opcode::Read, 7, 0x1000, 0x80_0000), "01 01", "0000000000000007 0000000000001000 0000000000800000"),
+        (direct(Opcode::Write, 8, 1, 2), "02 01", "0000000000000008 0000000000000001 0000000000000002"),
+        (direct(Opcode::RdmaRead, 1, 2, 3), "04 01", "0000000000000001 0000000000000002 0000000000000003"),
+        (direct(Opcode::RdmaWrite, 1, 2, 3), "05 01", "0000000000000001 0000000000000002 0000000000000003"),
+        (direct(Opcode::SlicedRdmaRead, 1, 2, 3), "06 01", "0000000000000001 0000000000000002 0000000000000003"),
+        (direct(Opcode::SlicedRdmaWrite, 1, 2, 3), "07 01", "0000000000000001 0000000000000002 0000000000000003"),
     ];
     for (request, kind, fields) in golden {
         let frame = bytes(&format!("5652425345 4e474e 0001 {kind} {EPOCH_HEX} {fields}"));
@@ -58,6 +68,7 @@ fn golden_replies() {
         Status::BackendUnavailable,
         Status::BackendError,
         Status::CacheMiss,
+        Status::DirectRefused,
     ];
     for (number, status) in statuses.into_iter().enumerate() {
         let length = if status == Status::Success { 0x0102_0304_0506_0708 } else { 0 };
@@ -118,17 +129,36 @@ fn every_value_of_every_header_byte_is_judged() {
                 }
                 10 if value < 8 => assert_eq!(decoded.map(|request| request.opcode as u8), Ok(value)),
                 10 => assert_eq!(decoded, Err(WireError::Unknown { field: "operation", found: value })),
-                _ => assert_eq!(decoded, Err(WireError::Reserved { field: "a header" })),
+                _ if value == 1 => assert_eq!(decoded, Ok(direct(Opcode::Read, 1, 2, 3))),
+                _ => assert_eq!(decoded, Err(WireError::Unknown { field: "flags", found: value })),
             }
             let mut frame = Reply { status: Status::Ready, epoch: EPOCH, length: 0 }.encode();
             frame[at] = value;
             let decoded = Reply::decode(&frame);
             match at {
-                10 if value < 13 => assert_eq!(decoded.map(|reply| reply.status as u8), Ok(value)),
+                10 if value < 14 => assert_eq!(decoded.map(|reply| reply.status as u8), Ok(value)),
                 10 => assert_eq!(decoded, Err(WireError::Unknown { field: "status", found: value })),
                 11 if value > 0 => assert_eq!(decoded, Err(WireError::Reserved { field: "a header" })),
                 _ => {}
             }
+        }
+    }
+}
+
+#[test]
+fn every_value_of_the_flags_of_every_operation_is_judged() {
+    for kind in 0..8 {
+        let opcode = Opcode::from_byte(kind).expect("there are eight");
+        let region = u64::from(!matches!(opcode, Opcode::Describe | Opcode::Notify));
+        for flags in 0..=255 {
+            let mut frame = request(opcode, region, 0, 0).encode();
+            frame[11] = flags;
+            let expected = match flags {
+                0 => Ok(request(opcode, region, 0, 0)),
+                1 if region == 1 => Ok(direct(opcode, region, 0, 0)),
+                found => Err(WireError::Unknown { field: "flags", found }),
+            };
+            assert_eq!(Request::decode(&frame), expected, "{opcode:?} {flags}");
         }
     }
 }
@@ -195,7 +225,7 @@ proptest! {
     fn no_bytes_make_a_decoder_panic(frame in any::<[u8; REQUEST_BYTES]>(), long in any::<Vec<u8>>()) {
         let mut framed = frame;
         put_head(&mut framed, frame[10] % 9);
-        framed[11] = 0;
+        framed[11] &= 1;
         for frame in [frame, framed] {
             if let Ok(request) = Request::decode(&frame) {
                 prop_assert_eq!(request.encode(), frame);

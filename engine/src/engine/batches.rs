@@ -4,7 +4,7 @@ use std::{sync::Arc, time::Duration};
 
 use super::Engine;
 use crate::{
-    Batch, BatchError, BatchId, BatchStatus, Direction, Exhausted, Group, Notification, RemoteSegment, SubmitError,
+    Batch, BatchError, BatchId, BatchStatus, Exhausted, Group, Mode, Notification, RemoteSegment, SubmitError,
     TaskStatus, TransferRequest, deadline::Deadline,
 };
 
@@ -27,13 +27,13 @@ impl Engine {
         &self,
         batch: BatchId,
         peer: &RemoteSegment,
-        direction: Direction,
+        mode: impl Into<Mode>,
         requests: &[TransferRequest],
         timeout: Duration,
         notification: Option<&Notification>,
     ) -> Result<Group, SubmitError> {
         let cell = self.shared.table.find(batch)?;
-        self.shared.submit_to(&cell, peer, direction, requests, Deadline::after(timeout), notification)
+        self.shared.submit_to(&cell, peer, mode.into(), requests, Deadline::after(timeout), notification)
     }
 
     /// [`Batch::status`], by number: never blocks, and has no effect.

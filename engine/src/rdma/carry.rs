@@ -1,19 +1,15 @@
-//! What a requester does behind a grant: memory on its NIC, the data, the marker, DONE, ACK and READY.
+//! What a requester does behind a grant: the data, the marker, DONE, ACK and READY.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use verbs_transport::fabric::bulk::{
-    Access as Rights, BulkFabric, BulkOp, BulkPort as _, BulkRegion as _, BulkWr, Local, Remote, Rkey,
-};
+use verbs_transport::fabric::bulk::{BulkFabric, BulkOp, BulkWr, Local, Remote, Rkey};
 
 use super::{
     device::RegionOf,
     grant::{Form, marker_of},
-    identity::Incarnation,
     mailbox::WaitError,
-    requester::{Granted, NotDone, RdmaRequester, RequesterNic, device_error},
+    requester::{Granted, RdmaRequester, device_error},
     routes::Route,
-    staging::{Lent, StageError},
     talk::Said,
     wire::{Body, GrantTerms, Kind},
 };
@@ -25,7 +21,7 @@ impl<F: BulkFabric> RdmaRequester<F> {
         &self,
         granted: &mut Granted<'_, F>,
         slice: &Slice,
-        staging: &RegionOf<F>,
+        memory: &RegionOf<F>,
         route: &Route,
     ) -> Result<(), TransferError> {
         let Granted { talk, link, exchange, terms, expires } = granted;
@@ -48,7 +44,7 @@ impl<F: BulkFabric> RdmaRequester<F> {
                 return Err(TransferError::TimedOut { phase });
             }
             let len = u32::try_from(chunk.min(length - offset)).map_err(|_| TransferError::Internal)?;
-            let local = Local { region: staging, offset, len };
+            let local = Local { region: memory, offset, len };
             let remote = Remote { addr: terms.address + offset as u64, rkey: Rkey(terms.key) };
             let op = match slice.direction {
                 Direction::Read => BulkOp::Read { local, remote },
@@ -81,23 +77,6 @@ impl<F: BulkFabric> RdmaRequester<F> {
         }
         Ok(())
     }
-}
-
-/// Memory on that NIC, with the bytes of a WRITE.
-pub(super) fn stage<F: BulkFabric>(nic: &RequesterNic<F>, slice: &Slice) -> Result<Lent<RegionOf<F>>, NotDone> {
-    let bytes = usize::try_from(slice.length).map_err(|_| TransferError::Internal)?;
-    let made = nic.staging.take(bytes, Incarnation::NONE, |arena| {
-        let bytes = verbs_transport::fabric::bulk::MemoryOwner::len(&*arena);
-        nic.device.port.register(arena, 0..bytes, Rights::DESTINATION).map_err(StageError::Register)
-    });
-    let staging =
-        made.map_err(|error| NotDone::unavailable(device_error(Phase::Connect, error), Some(Duration::ZERO)))?;
-    if slice.direction == Direction::Write {
-        let local = slice.local.registration();
-        let copied = local.with(slice.local_offset, slice.length, |from| staging.write(0, from).is_ok());
-        copied.filter(|done| *done).ok_or(TransferError::Internal)?;
-    }
-    Ok(staging)
 }
 
 /// The terms of a grant, which must be those of the request.

@@ -119,6 +119,11 @@ impl Exchange {
         self.posted = true;
     }
 
+    /// Whether a device may have begun to move the data.
+    pub(crate) fn has_posted(&self) -> bool {
+        self.posted
+    }
+
     /// Whether the operation may have been carried out, seen from the requester: nothing is known between the first
     /// work request and the acknowledgement.
     pub(crate) fn effect(&self, direction: Direction) -> RemoteEffect {

@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use verbs_transport::fabric::bulk::{Access as Rights, Arena, BulkFabric, BulkPort as _, BulkRegion as _, Span};
+use verbs_transport::fabric::bulk::{
+    Access as Rights, Arena, BulkFabric, BulkPort as _, BulkRegion as _, MemoryOwner, Span,
+};
 
 use super::{
     device::{Device, RegionOf},
@@ -14,10 +16,11 @@ use super::{
     wire::GrantTerms,
 };
 use crate::{
-    Direction, Status,
+    Direction, Profile, Status,
     budget::Charge,
     control::{Access, Admitted},
     deadline::Deadline,
+    memory::{DirectRange, Patience, Use},
     tcp::LineError,
 };
 
@@ -36,6 +39,8 @@ pub(super) enum Staging<F: BulkFabric> {
     Plain(Lent<Arc<Arena>>),
     /// Registered, with no right of anybody's, for a window over part of it.
     Windowed(Lent<RegionOf<F>>),
+    /// Nowhere else: the range itself is granted. It is here once it is lent, until a device has it.
+    Direct(Option<DirectRange>),
 }
 
 impl<F: BulkFabric> Staging<F> {
@@ -43,6 +48,7 @@ impl<F: BulkFabric> Staging<F> {
         match self {
             Self::Plain(arena) => Span::new(Arc::clone(arena) as Arc<_>, &(0..bytes)),
             Self::Windowed(region) => Some(region.span().clone()),
+            Self::Direct(_) => None,
         }
     }
 
@@ -51,6 +57,7 @@ impl<F: BulkFabric> Staging<F> {
         match self {
             Self::Plain(arena) => arena.is_foreign(),
             Self::Windowed(region) => region.is_foreign(),
+            Self::Direct(_) => false,
         }
     }
 
@@ -69,33 +76,42 @@ impl<F: BulkFabric> Staging<F> {
 pub(super) struct Flight<F: BulkFabric> {
     pub(super) device: Arc<Device<F>>,
     pub(super) grant: Option<Grant>,
+    /// Of the bytes that are granted, for this grant alone.
     pub(super) region: Option<RegionOf<F>>,
     pub(super) link: Option<Link<F>>,
     pub(super) owners: Option<Owners<F>>,
 }
 
 impl<F: BulkFabric> Owners<F> {
-    /// What a WRITE has left in the staging, into the range, under the allocation's lock.
-    pub(super) fn commit(&self) -> Result<(), Stop> {
-        let Access { registration, offset, length } = &self.access;
-        let bytes = usize::try_from(*length).map_err(|_| internal())?;
+    /// What a WRITE has left in the staging, into the range, under the allocation's lock. A direct one has left it there.
+    pub(super) fn commit(&self, patience: Patience<'_>) -> Result<(), Stop> {
+        if self.access.profile == Profile::Direct {
+            return Ok(());
+        }
+        let bytes = usize::try_from(self.access.length).map_err(|_| internal())?;
         let span = self.staging.span(bytes).ok_or_else(internal)?;
-        let committed = registration.with(*offset, *length, |into| span.read(0, into).is_ok());
-        committed.filter(|done| *done).map(drop).ok_or_else(internal)
+        let registration = &self.access.registration;
+        let committed = registration.write(self.access.place(), patience, |into| span.read(0, into).is_ok());
+        committed.map_err(LineError::from)?.then_some(()).ok_or_else(internal)
     }
 }
 
 impl<F: BulkFabric> Flight<F> {
-    /// Stages the bytes of a READ. Of a WRITE it sees to it that nobody else's lie there.
-    pub(super) fn fill(&self, direction: Direction) -> Result<(), Stop> {
-        let owners = self.owners.as_ref().ok_or_else(internal)?;
-        let Access { registration, offset, length } = &owners.access;
+    /// Stages the bytes of a READ. Of a WRITE it sees to it that nobody else's lie there. The range of a direct operation is
+    /// busy from here until the device has let go of it.
+    pub(super) fn fill(&mut self, direction: Direction, patience: Patience<'_>) -> Result<(), Stop> {
+        let owners = self.owners.as_mut().ok_or_else(internal)?;
+        let Access { registration, length, profile, .. } = &owners.access;
         let bytes = usize::try_from(*length).map_err(|_| internal())?;
-        if direction == Direction::Read {
+        if *profile == Profile::Direct {
+            let by = if direction == Direction::Read { Use::Read } else { Use::Write };
+            let range = registration.lend(owners.access.place(), by, patience).map_err(LineError::from)?;
+            owners.staging = Staging::Direct(Some(range));
+        } else if direction == Direction::Read {
             let span = owners.staging.span(bytes).ok_or_else(internal)?;
             // One moment's bytes, under the allocation's lock.
-            let copied = registration.with(*offset, *length, |from| span.write(0, from).is_ok());
-            copied.filter(|done| *done).ok_or_else(internal)?;
+            let copied = registration.read(owners.access.place(), patience, |from| span.write(0, from).is_ok());
+            copied.map_err(LineError::from)?.then_some(()).ok_or_else(internal)?;
         } else if owners.staging.is_foreign() {
             // What the peer leaves unwritten, against the rules, is committed with the rest.
             owners.staging.clear(bytes).ok_or_else(internal)?;
@@ -118,25 +134,45 @@ impl<F: BulkFabric> Flight<F> {
             Direction::Read => Rights::SOURCE,
             Direction::Write => Rights::PUT_TARGET,
         };
+        let plain: Option<Arc<dyn MemoryOwner>> = match &mut owners.staging {
+            Staging::Plain(arena) => Some(Arc::clone(arena) as Arc<_>),
+            Staging::Windowed(_) => None,
+            Staging::Direct(range) => Some(range.take().ok_or_else(internal)?.in_place()),
+        };
+        let plain = match (link.form, plain) {
+            (Form::Window, Some(memory)) => {
+                // For the window alone: it gives nobody a right.
+                let local = if direction == Direction::Read { Rights::LOCAL_READ } else { Rights::DESTINATION };
+                let made = link.device.port.register(memory, 0..bytes, Rights::WINDOWS.and(local));
+                *region = Some(made.map_err(|error| failed(&error))?);
+                None
+            }
+            (_, plain) => plain,
+        };
         let step = grant.on(Event::Bind);
         debug_assert_eq!(step, Step::Bind);
-        let (key, address) = match &owners.staging {
-            Staging::Plain(arena) => {
-                let made = link.device.port.register(Arc::clone(arena) as Arc<_>, 0..bytes, rights);
+        let windowed = match &owners.staging {
+            Staging::Windowed(staged) => Some(&**staged),
+            _ => region.as_ref(),
+        };
+        let (key, address) = match (plain, windowed) {
+            (Some(memory), _) => {
+                let made = link.device.port.register(memory, 0..bytes, rights);
                 let made = region.insert(made.map_err(|error| {
                     grant.on(Event::BindFailed);
                     failed(&error)
                 })?);
                 (made.rkey().ok_or_else(internal)?.0, made.addr())
             }
-            Staging::Windowed(staged) => {
-                let bound = link.bind(staged, bytes, rights, deadline);
+            (None, Some(registered)) => {
+                let bound = link.bind(registered, bytes, rights, deadline);
                 let key = bound.map_err(|error| {
                     grant.on(Event::BindFailed);
                     failed(&error)
                 })?;
-                (key, staged.addr())
+                (key, registered.addr())
             }
+            (None, None) => return Err(internal()),
         };
         // Not before its completion: what is told from here on holds.
         let step = grant.on(Event::Bound { key });

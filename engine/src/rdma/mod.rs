@@ -7,7 +7,7 @@
 //! | `identity`, `path`, `wire` | those names; which ports fit; bytes (pure) |
 //! | `device`, `mailbox`, `burial` | a NIC, its thread, its completions, and how QPs are given up |
 //! | `link`, `cache` | one side's QP of a pair; those that wait for the next operation |
-//! | `staging` | memory between device and registered ranges |
+//! | `staging`, `local` | memory between device and registered ranges, or those themselves |
 //! | `source`, `flight` | an operation at its source, and its grant at work |
 //! | `requester`, `talk`, `carry` | the other half: the way to a grant, what is said, what follows a grant |
 //! | `rails` | several NICs: pieces, choice, rests (pure) |
@@ -24,6 +24,7 @@ mod flight;
 mod grant;
 mod identity;
 mod link;
+mod local;
 mod mailbox;
 mod path;
 mod policy;

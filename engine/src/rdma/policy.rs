@@ -14,7 +14,7 @@ use super::{
     routes::Rail,
 };
 use crate::{
-    RemoteEffect, Status, TransferError, Transport, TransportPolicy,
+    Profile, RemoteEffect, Status, TransferError, Transport, TransportPolicy,
     batch::{DataPath, Direction, Slice},
     deadline::Deadline,
     error::Failure,
@@ -70,10 +70,19 @@ impl<F: BulkFabric> RdmaPath<F> {
 
     fn over_rdma(&self, slice: Slice, deadline: Deadline) -> Result<Transport, Failure> {
         let counters = &self.requester.counters;
-        let (length, direction) = (slice.length, slice.direction);
+        let (length, direction, profile) = (slice.length, slice.direction, slice.profile);
         let mut tried = Vec::new();
+        // By any of the attempts.
+        let mut local_changed = false;
+        let told = |failure: Failure, local_changed: bool| Failure {
+            local_changed: failure.local_changed || local_changed,
+            ..failure
+        };
         let outcome = loop {
             let outcome = self.try_a_rail(&slice, deadline, &mut tried);
+            if let Err(Tried { not_done: NotDone::Failed(failure), .. }) = &outcome {
+                local_changed |= failure.local_changed;
+            }
             match outcome {
                 Err(Tried { again: true, .. })
                     if deadline.remaining().is_some() && self.requester.has_more(slice.peer, &tried) =>
@@ -82,7 +91,7 @@ impl<F: BulkFabric> RdmaPath<F> {
                 }
                 Err(Tried { not_done: NotDone::Unavailable(why), .. }) if self.policy == TransportPolicy::Auto => {
                     self.remember(slice.peer, &why);
-                    return self.over_tcp(slice, deadline);
+                    return self.over_tcp(slice, deadline).map_err(|failure| told(failure, local_changed));
                 }
                 Err(Tried { not_done: NotDone::Unavailable(why), .. }) => break Err(Failure::harmless(why.error)),
                 Err(Tried { not_done: NotDone::Failed(failure), .. }) => break Err(failure),
@@ -93,6 +102,7 @@ impl<F: BulkFabric> RdmaPath<F> {
             Ok(()) => {
                 counters.completed.add(1);
                 counters.rdma_completed.add(1);
+                counters.direct_completed.add(u64::from(profile == Profile::Direct));
                 let moved = if direction == Direction::Read { &counters.read } else { &counters.written };
                 moved.add(length);
             }
@@ -101,7 +111,7 @@ impl<F: BulkFabric> RdmaPath<F> {
                 counters.unknown.add(u64::from(failure.effect == RemoteEffect::Unknown));
             }
         }
-        outcome.map(|()| Transport::Rdma)
+        outcome.map(|()| Transport::Rdma).map_err(|failure| told(failure, local_changed))
     }
 
     /// One rail, none of those `tried` and one of them from now on. What it did wrong is remembered.

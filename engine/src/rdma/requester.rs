@@ -13,14 +13,15 @@ use verbs_transport::fabric::bulk::{BulkFabric, BulkRegion as _};
 use super::{
     RdmaConfig,
     cache::{Cache, Kept, Peer},
-    carry::{stage, terms},
+    carry::terms,
     device::{ConnectError, Device, RegionOf},
     exchange::{Exchange, Side},
     identity::{Digest, Identity, Incarnation},
     link::{Link, LinkNames},
+    local::{LocalMemory, NoMemory},
     path::PathEnd,
     routes::{Pair, Rail, Route, Routes, TRIES, pairs},
-    staging::{Lent, Pool},
+    staging::Pool,
     talk::{Said, Talk},
     wire::{Ask, Body, Frame, GrantTerms, KeptNames},
 };
@@ -31,6 +32,7 @@ use crate::{
     control::{Opcode, Reply, Request},
     deadline::Deadline,
     error::Failure,
+    memory::Patience,
     stats::Counters,
     tcp::{Buffers, Stop, broken, dial},
 };
@@ -102,7 +104,7 @@ impl From<WireError> for NotDone {
 /// An operation that is ready to move its data.
 pub(crate) struct Prepared<'a, F: BulkFabric> {
     granted: Granted<'a, F>,
-    staging: Lent<RegionOf<F>>,
+    memory: LocalMemory<F>,
     route: Route,
 }
 
@@ -136,16 +138,17 @@ impl<F: BulkFabric> RdmaRequester<F> {
             Direction::Write => Opcode::RdmaWrite,
         };
         let (region, offset) = (slice.remote_region, slice.remote_offset);
-        let request = Request { opcode, epoch: slice.peer.1, region, offset, length: slice.length }.encode();
+        let (epoch, length, profile) = (slice.peer.1, slice.length, slice.profile);
+        let request = Request { opcode, epoch, region, offset, length, profile }.encode();
         let known = self.known_pairs(slice.peer);
         let mut route = self.routes.pick(&known, tried, slice.length);
         if let Some(taken) = route.take() {
             tried.push(taken.pair.rail);
             let nic = &self.nics[taken.pair.rail.nic];
             if let Some(kept) = self.cache.take(slice.peer, (nic.device.pd, taken.pair.rail.source_pd)) {
-                let staging = stage(nic, slice)?;
+                let memory = self.memory(nic, slice, deadline)?;
                 if let Some(granted) = self.reuse(kept, &request, slice, deadline)? {
-                    return Ok(Prepared { granted, staging, route: taken });
+                    return Ok(Prepared { granted, memory, route: taken });
                 }
             }
             route = Some(taken);
@@ -176,26 +179,41 @@ impl<F: BulkFabric> RdmaRequester<F> {
 
     /// Carries it out. What a device may still touch when it fails, the local memory included, is held until it cannot.
     pub(crate) fn carry(&self, slice: Slice, prepared: Prepared<'_, F>) -> Result<(), Lost> {
-        let Prepared { mut granted, staging, route } = prepared;
-        let moved = self.move_data(&mut granted, &slice, &staging, &route);
+        let Prepared { mut granted, memory, route } = prepared;
+        let moved = self.move_data(&mut granted, &slice, memory.region(), &route);
         let Granted { talk, mut link, exchange, .. } = granted;
+        let deadline = talk.deadline;
         if let Err(error) = moved {
             let (effect, before_done) = (exchange.effect(slice.direction), exchange.is_before_done());
             // The source learns of it by this, and takes its own way out.
             drop(talk);
-            link.condemn(None, None, Box::new((staging, slice)));
-            return Err(Lost { failure: Failure { error, effect }, before_done });
+            let local_changed = slice.may_change_local() && exchange.has_posted();
+            let (region, staging) = memory.into_parts();
+            link.condemn(None, region, Box::new((staging, slice)));
+            return Err(Lost { failure: Failure { error, effect, local_changed }, before_done });
         }
         route.succeeded();
         link.last_generation = exchange.identity().generation;
+        let staging = match memory.settle() {
+            Ok(staging) => staging,
+            // All of it is done, but for the device.
+            Err(region) => {
+                link.condemn(None, Some(region), Box::new(slice));
+                return Ok(());
+            }
+        };
         if exchange.is_over() {
             self.cache.put(slice.peer, Kept { stream: talk.stream, link });
         }
-        if slice.direction == Direction::Read {
-            let local = slice.local.registration();
-            let copied = local.with(slice.local_offset, slice.length, |into| staging.read(0, into).is_ok());
-            let failure = Failure::harmless(TransferError::Internal);
-            copied.filter(|done| *done).ok_or(Lost { failure, before_done: false })?;
+        if let (Direction::Read, Some(staging)) = (slice.direction, staging) {
+            let (local, patience) = (slice.local.registration(), Patience::Until(deadline, &self.stop));
+            let copied = local.write(slice.local_place(), patience, |into| staging.read(0, into).is_ok());
+            let error = match copied {
+                Ok(true) => return Ok(()),
+                Ok(false) => TransferError::Internal,
+                Err(denied) => broken(denied.into(), Phase::LocalMemory),
+            };
+            return Err(Lost { failure: Failure::harmless(error), before_done: false });
         }
         Ok(())
     }
@@ -306,7 +324,7 @@ impl<F: BulkFabric> RdmaRequester<F> {
         let own = nic.device.end();
         // Before anything is reserved at the source.
         let permit = self.permit(&nic.device)?;
-        let staging = stage(nic, slice)?;
+        let memory = self.memory(nic, slice, deadline)?;
         let identity = Identity {
             source_epoch: slice.peer.1.to_bytes(),
             requester_epoch: self.epoch,
@@ -340,7 +358,16 @@ impl<F: BulkFabric> RdmaRequester<F> {
         talk.say(&mut exchange, Body::Connected)?;
         let terms = terms(self.admitted(&talk, &mut exchange, slice.peer)?, slice, nic.device.has_windows())?;
         let expires = sent + Duration::from_millis(terms.valid_ms.into());
-        Ok(Prepared { granted: Granted { talk, link, exchange, terms, expires }, staging, route })
+        Ok(Prepared { granted: Granted { talk, link, exchange, terms, expires }, memory, route })
+    }
+
+    /// Memory on that NIC, with the bytes of a WRITE.
+    fn memory(&self, nic: &RequesterNic<F>, slice: &Slice, deadline: Deadline) -> Result<LocalMemory<F>, NotDone> {
+        let patience = Patience::Until(deadline, &self.stop);
+        LocalMemory::take(&nic.device, &nic.staging, slice, patience).map_err(|error| match error {
+            NoMemory::Refused(error) => NotDone::unavailable(device_error(Phase::Connect, error), Some(Duration::ZERO)),
+            NoMemory::Failed(error) => error.into(),
+        })
     }
 
     /// Room for one more pair; the one that has been idle longest makes way if need be.

@@ -25,9 +25,9 @@ use super::{
     wire::{Ask, Body, Frame, HEAD_BYTES, KeptNames, Offer},
 };
 use crate::{
-    Direction, Status, WireError,
+    Direction, Profile, Status, WireError,
     budget::Budget,
-    control::{DeviceCall, DeviceSource, Reply},
+    control::{Access, DeviceCall, DeviceSource, Reply},
     tcp::{Line, LineError},
 };
 
@@ -113,14 +113,13 @@ impl<F: BulkFabric> RdmaSource<F> {
         };
         // Taken out: unless all ends well it does not come back.
         let link = kept.take().and_then(|kept| kept.downcast::<Link<F>>().ok()).map(|link| *link);
-        let length = usize::try_from(access.length).map_err(|_| Stop::Refuse(Status::Exhausted))?;
         let (mut link, mut exchange, staging) = if let Some(names) = ask.kept {
             let (link, exchange) = resume(link, names, identity)?;
-            let staging = self.stage(&link, length)?;
+            let staging = self.stage(&link, &access)?;
             (link, exchange, staging)
         } else {
             drop(link);
-            self.set_up(line, identity, length)?
+            self.set_up(line, identity, &access)?
         };
         link.last_generation = generation;
         let grant = Grant::new(link.form, generation, link.qpn());
@@ -133,13 +132,13 @@ impl<F: BulkFabric> RdmaSource<F> {
             link: Some(link),
             owners: Some(owners),
         };
-        flight.fill(direction)?;
+        flight.fill(direction, line.patience())?;
         let terms = flight.bind(line.deadline, direction)?;
         say(line, &mut exchange, Body::Grant(terms))?;
         hear(line, &mut exchange)?;
         let (mut link, owners) = flight.settle(line.deadline)?;
         if direction == Direction::Write {
-            owners.commit()?;
+            owners.commit(line.patience())?;
         }
         drop(owners);
         say(line, &mut exchange, Body::Ack)?;
@@ -157,7 +156,11 @@ impl<F: BulkFabric> RdmaSource<F> {
         if up.is_empty() { all().collect() } else { up }
     }
 
-    fn stage(&self, link: &Link<F>, bytes: usize) -> Result<Staging<F>, Stop> {
+    fn stage(&self, link: &Link<F>, access: &Access) -> Result<Staging<F>, Stop> {
+        if access.profile == Profile::Direct {
+            return Ok(Staging::Direct(None));
+        }
+        let bytes = usize::try_from(access.length).map_err(|_| Stop::Refuse(Status::Exhausted))?;
         // Whoever is at the other end of a pair may see what that pair has moved before.
         let user = link.names.source_link;
         let staged = match link.form {
@@ -184,7 +187,7 @@ impl<F: BulkFabric> RdmaSource<F> {
         &self,
         line: Line<'_>,
         identity: Identity,
-        bytes: usize,
+        access: &Access,
     ) -> Result<(Link<F>, Exchange, Staging<F>), Stop> {
         let failed = |error: &dyn std::fmt::Display, what: &str| {
             tracing::warn!(%error, "{what}");
@@ -222,7 +225,7 @@ impl<F: BulkFabric> RdmaSource<F> {
         if device.has_windows() && peer.invalidates {
             link.form = Form::Window;
         }
-        let staging = self.stage(&link, bytes)?;
+        let staging = self.stage(&link, access)?;
         say(line, &mut exchange, Body::Admit)?;
 
         let Body::RequesterQp(remote) = hear(line, &mut exchange)? else { return Err(out_of_place()) };

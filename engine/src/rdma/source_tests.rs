@@ -29,7 +29,7 @@ use super::{
     wire::{Ask, Body, Frame, GrantTerms, HEAD_BYTES, Offer},
 };
 use crate::{
-    Config, Engine, Permission, RegisteredMemory,
+    Config, Engine, Permission, Profile, RegisteredMemory,
     control::{Opcode, REPLY_BYTES, Reply, Request},
     deadline::Deadline,
 };
@@ -70,7 +70,8 @@ impl Rig {
         let mut stream = TcpStream::connect(self.source.endpoint()).expect("it listens");
         stream.set_read_timeout(Some(Duration::from_secs(10))).expect("an option");
         let (epoch, region) = (self.source.epoch(), self.served.id());
-        let request = Request { opcode, epoch, region, offset: BYTES, length: BYTES }.encode();
+        let request =
+            Request { opcode, epoch, region, offset: BYTES, length: BYTES, profile: Profile::Staged }.encode();
         let requester_link = Incarnation::draw().expect("entropy");
         let ask = Ask { requester_epoch: [9; 16], request: 1, requester_link, kept: None }.encode();
         stream.write_all(&[&request[..], &ask].concat()).expect("it reads");

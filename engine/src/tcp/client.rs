@@ -8,17 +8,18 @@ use std::{
 use super::{
     buffers::Buffers,
     dial::{broken, dial},
-    landing,
+    direct, landing,
     line::{Line, Stop},
     pool::Pool,
     staging::StagingPool,
 };
 use crate::{
-    Epoch, Notification, Phase, RemoteEffect, Status, TransferError, Transport, WireError,
+    Epoch, Notification, Phase, Profile, RemoteEffect, Status, TransferError, Transport, WireError,
     batch::{DataPath, Direction, Slice},
     control::{COMMIT_BYTE, Descriptor, Opcode, REPLY_BYTES, Reply, Request, decode_descriptors, describe_bytes_max},
     deadline::Deadline,
     error::Failure,
+    memory::Use,
     stats::Counters,
 };
 
@@ -61,7 +62,8 @@ impl TcpPath {
     pub(crate) fn notify(&self, peer: Peer, notification: &Notification, deadline: Deadline) -> Result<(), Failure> {
         let Notification { name, message } = notification;
         let (offset, length) = (name.len() as u64, message.len() as u64);
-        let request = Request { opcode: Opcode::Notify, epoch: peer.1, region: 0, offset, length };
+        let (opcode, epoch, profile) = (Opcode::Notify, peer.1, Profile::Staged);
+        let request = Request { opcode, epoch, region: 0, offset, length, profile };
         let call = self.call(peer, &request, deadline).map_err(Failure::harmless)?;
         call.reply(Phase::Reply, Status::Ready).map_err(Failure::harmless)?;
         let mut body = Vec::with_capacity(name.len() + message.len() + 1);
@@ -72,21 +74,42 @@ impl TcpPath {
         call.acknowledged(sent).inspect_err(|_| self.counters.unknown.add(1))
     }
 
-    fn read(&self, slice: &Slice, call: Call<'_>) -> Result<(), TransferError> {
-        let reply = call.reply(Phase::Reply, Status::Success)?;
+    fn read(&self, slice: &Slice, call: Call<'_>) -> Result<(), Failure> {
+        let reply = call.reply(Phase::Reply, Status::Success).map_err(Failure::harmless)?;
         if reply.length != slice.length {
-            return Err(WireError::Length { found: reply.length, expected: slice.length }.into());
+            let wrong = WireError::Length { found: reply.length, expected: slice.length };
+            return Err(Failure::harmless(wrong.into()));
         }
-        let to = (slice.local.registration(), slice.local_offset, slice.length);
-        landing::receive(call.line(), &self.staging, to).map_err(|error| broken(error, Phase::Payload))?;
+        let (line, local) = (call.line(), slice.local.registration());
+        let failed = |error| Failure::harmless(broken(error, Phase::Payload));
+        match slice.profile {
+            Profile::Staged => {
+                landing::receive(line, &self.staging, (local, slice.local_place())).map_err(failed)?;
+            }
+            Profile::Direct => {
+                let range = direct::lend(line, local, slice.local_place(), Use::Write);
+                let mut range = range.map_err(|error| Failure::harmless(broken(error, Phase::LocalMemory)))?;
+                let mut received = 0;
+                let done = direct::receive(line, &mut range, &mut received);
+                done.map_err(|error| Failure { local_changed: received > 0, ..failed(error) })?;
+            }
+        }
         call.keep();
         Ok(())
     }
 
     fn write(&self, slice: &Slice, call: Call<'_>) -> Result<(), Failure> {
         call.reply(Phase::Reply, Status::Ready).map_err(Failure::harmless)?;
-        let from = (slice.local.registration(), slice.local_offset, slice.length);
-        let sent = landing::send(call.line(), &self.staging, &[], from, &mut 0);
+        let (line, local) = (call.line(), slice.local.registration());
+        let sent = match slice.profile {
+            Profile::Staged => landing::send(line, &self.staging, &[], (local, slice.local_place()), &mut 0),
+            Profile::Direct => {
+                let range = direct::lend(line, local, slice.local_place(), Use::Read);
+                // Nothing of the body has left.
+                let range = range.map_err(|error| Failure::harmless(broken(error, Phase::LocalMemory)))?;
+                direct::send(line, &[], &range, &mut 0)
+            }
+        };
         call.acknowledged(sent.map_err(|error| broken(error, Phase::Body)))
     }
 
@@ -121,20 +144,20 @@ impl DataPath for TcpPath {
             Direction::Write => Opcode::Write,
         };
         let (region, offset) = (slice.remote_region, slice.remote_offset);
-        let request = Request { opcode, epoch: slice.peer.1, region, offset, length: slice.length };
+        let (epoch, length, profile) = (slice.peer.1, slice.length, slice.profile);
+        let request = Request { opcode, epoch, region, offset, length, profile };
         if !post() {
             return Err(Failure::harmless(TransferError::Cancelled));
         }
         let call = self.call(slice.peer, &request, deadline).map_err(Failure::harmless);
         let (outcome, moved) = match slice.direction {
-            Direction::Read => {
-                (call.and_then(|call| self.read(&slice, call).map_err(Failure::harmless)), &self.counters.read)
-            }
+            Direction::Read => (call.and_then(|call| self.read(&slice, call)), &self.counters.read),
             Direction::Write => (call.and_then(|call| self.write(&slice, call)), &self.counters.written),
         };
         match &outcome {
             Ok(()) => {
                 self.counters.completed.add(1);
+                self.counters.direct_completed.add(u64::from(slice.profile == Profile::Direct));
                 moved.add(slice.length);
             }
             Err(failure) => {
@@ -171,7 +194,7 @@ impl Call<'_> {
 
     /// The end of an operation with a body: from the first attempt to send it, only a final success tells what happened.
     fn acknowledged(self, sent: Result<(), TransferError>) -> Result<(), Failure> {
-        let unknown = |error| Failure { error, effect: RemoteEffect::Unknown };
+        let unknown = |error| Failure::with(error, RemoteEffect::Unknown);
         sent.map_err(unknown)?;
         let reply = self.reply(Phase::Acknowledgement, Status::Success).map_err(unknown)?;
         if reply.length != 0 {

@@ -1,6 +1,6 @@
 //! How a payload leaves registered memory, and how it gets there.
 //!
-//! Memory is touched only under its allocation's lock, and nothing waits for a peer while that is held. Both ways spare
+//! This is the staged profile; `direct` is the other. Memory is touched only under its allocation's lock, and nothing waits for a peer while that is held. Both ways spare
 //! part of the copy that this would seem to need; what they spare grows with the socket buffers.
 
 use std::sync::Arc;
@@ -10,6 +10,9 @@ use super::{
     staging::{Staging, StagingPool},
 };
 use crate::memory::Registration;
+
+/// Bytes of a range: offset and length.
+type Place = (u64, u64);
 
 /// Copied at a time while the front of a payload goes out.
 const STEP_BYTES: usize = 256 << 10;
@@ -22,11 +25,11 @@ pub(super) fn send(
     line: Line<'_>,
     pool: &Arc<StagingPool>,
     head: &[u8],
-    (registration, offset, length): (&Registration, u64, u64),
+    (registration, place): (&Registration, Place),
     accepted: &mut usize,
 ) -> Result<(), LineError> {
     let mut head_sent = 0;
-    let rest = registration.with(offset, length, |bytes| {
+    let rest = registration.read(place, line.patience(), |bytes| {
         let mut aside: Option<Staging> = None;
         // Bytes below `front` are sent, those from `back` on are copied.
         let (mut front, mut back) = (0, bytes.len());
@@ -37,14 +40,14 @@ pub(super) fn send(
             front += count - of_head;
             *accepted += count;
             if front == back {
-                return Ok((front, aside));
+                return Ok::<_, LineError>((front, aside));
             }
             let step = back.saturating_sub(STEP_BYTES).max(front);
             aside.get_or_insert_with(|| pool.take(bytes.len()))[step..back].copy_from_slice(&bytes[step..back]);
             back = step;
         }
     });
-    let (front, aside) = rest.expect("the source or the plan has checked the range")?;
+    let (front, aside) = rest??;
     line.send_all(&head[head_sent..], accepted)?;
     aside.map_or(Ok(()), |aside| line.send_all(&aside[front..], accepted))
 }
@@ -56,16 +59,16 @@ pub(super) fn send(
 pub(super) fn receive(
     line: Line<'_>,
     pool: &Arc<StagingPool>,
-    (registration, offset, length): (&Registration, u64, u64),
+    (registration, place): (&Registration, Place),
 ) -> Result<(), LineError> {
-    let total = usize::try_from(length).expect("the source or the plan has checked the length");
+    let total = usize::try_from(place.1).expect("the source or the plan has checked the length");
     // The announced length at once, so that nothing grows while bytes arrive.
     let mut staging = pool.take(total);
     let mut staged = 0;
     while line.available()? < total - staged {
         staged += line.recv_some(&mut staging[staged..])?;
     }
-    let landed = registration.with(offset, length, |bytes| {
+    let landed = registration.write(place, line.patience(), |bytes| {
         let (front, mut back) = bytes.split_at_mut(staged);
         front.copy_from_slice(&staging[..staged]);
         while !back.is_empty() {
@@ -76,5 +79,5 @@ pub(super) fn receive(
         }
         Ok(())
     });
-    landed.expect("the source or the plan has checked the range")
+    landed?
 }

@@ -12,7 +12,10 @@ use rustix::{
     io::Errno,
 };
 
-use crate::deadline::Deadline;
+use crate::{
+    deadline::Deadline,
+    memory::{Blocked, Denied, Patience},
+};
 
 /// Ends every wait of an engine, for good.
 pub(crate) struct Stop {
@@ -71,7 +74,23 @@ impl Stop {
     }
 }
 
+impl From<Denied> for LineError {
+    fn from(denied: Denied) -> Self {
+        match denied {
+            // The source, or the plan, has checked the range: a fault of ours.
+            Denied::OutOfRange => Self::Io(io::ErrorKind::InvalidInput.into()),
+            Denied::Blocked(Blocked::Busy) => Self::TimedOut,
+            Denied::Blocked(Blocked::Stopped) => Self::Stopped,
+        }
+    }
+}
+
 impl Line<'_> {
+    /// For memory that a direct operation is at.
+    pub(crate) fn patience(&self) -> Patience<'_> {
+        Patience::Until(self.deadline, self.stop)
+    }
+
     /// Fills `buffer`.
     pub(crate) fn recv_exact(&self, buffer: &mut [u8]) -> Result<(), LineError> {
         let mut filled = 0;

@@ -3,6 +3,7 @@
 mod buffers;
 mod client;
 mod dial;
+mod direct;
 mod landing;
 mod line;
 mod lot;

@@ -16,17 +16,18 @@ use rustix::event::{EventfdFlags, PollFlags, eventfd};
 
 use super::{
     buffers::Buffers,
-    dial, landing,
+    dial, direct, landing,
     line::{Line, LineError, Stop, Woken},
     lot::{Connection, Limits, Lot},
     staging::StagingPool,
 };
 use crate::{
-    Config, Notification, Status, WireError,
+    Config, Notification, Profile, Status, WireError,
     control::{
         ASK_BYTES, COMMIT_BYTE, DeviceCall, DeviceSource, Kind, Operation, REQUEST_BYTES, Reply, Request, Source,
     },
     deadline::Deadline,
+    memory::Use,
     threads,
 };
 
@@ -229,13 +230,31 @@ impl Shared {
             }
             Kind::Read(access) => {
                 let head = self.reply(Status::Success, access.length);
-                let from = (&*access.registration, access.offset, access.length);
-                landing::send(line, &self.parts.staging, &head, from, &mut 0)?;
+                match access.profile {
+                    Profile::Staged => {
+                        let from = (&*access.registration, access.place());
+                        landing::send(line, &self.parts.staging, &head, from, &mut 0)?;
+                    }
+                    Profile::Direct => {
+                        let range = direct::lend(line, &access.registration, access.place(), Use::Read)?;
+                        direct::send(line, &head, &range, &mut 0)?;
+                    }
+                }
             }
             Kind::Write(access) => {
-                self.send(line, Status::Ready)?;
-                let to = (&*access.registration, access.offset, access.length);
-                landing::receive(line, &self.parts.staging, to)?;
+                match access.profile {
+                    Profile::Staged => {
+                        self.send(line, Status::Ready)?;
+                        let to = (&*access.registration, access.place());
+                        landing::receive(line, &self.parts.staging, to)?;
+                    }
+                    Profile::Direct => {
+                        // Before anything may come: until then nothing has an effect.
+                        let mut range = direct::lend(line, &access.registration, access.place(), Use::Write)?;
+                        self.send(line, Status::Ready)?;
+                        direct::receive(line, &mut range, &mut 0)?;
+                    }
+                }
                 self.send(line, Status::Success)?;
             }
             Kind::Notify { room, name_bytes, message_bytes } => {

@@ -12,7 +12,8 @@ use std::{
 };
 
 use verbs_engine::{
-    Config, Engine, Epoch, HostMemory, Permission, RegisteredMemory, RemoteSegment, Stats, TransferRequest, Transport,
+    Config, Engine, Epoch, HostMemory, Permission, RegisteredMemory, RemoteSegment, ServeDirect, Stats,
+    TransferRequest, Transport,
 };
 
 /// Every mask that one wrong bit, or all of them, make.
@@ -43,10 +44,20 @@ impl Pair {
         Self { source, served, requester, local, peer }
     }
 
+    /// Both serve the direct profile.
+    pub fn direct(bytes: usize) -> Self {
+        Self::with(bytes, serving_direct(), serving_direct())
+    }
+
     /// `length` bytes between equal offsets.
     pub fn request(&self, offset: u64, length: u64) -> TransferRequest {
         request_between(&self.local, &self.served, offset, length)
     }
+}
+
+/// A source that serves all of the direct profile.
+pub fn serving_direct() -> Config {
+    Config { serve_direct: ServeDirect::All, ..Config::default() }
 }
 
 /// `length` bytes between equal offsets of two ranges.
@@ -165,6 +176,7 @@ pub fn eventually(what: &str, holds: impl Fn() -> bool) {
 pub fn assert_idle(engine: &Engine, registrations: u64) {
     let charges = |s: &Stats| (s.submissions, s.submission_bytes, s.batches, s.batch_slots, s.source_operations);
     eventually("every charge is back", || charges(&engine.stats()) == (0, 0, 0, 0, 0));
+    eventually("no direct operation is at anything", || engine.stats().direct_ranges == 0);
     eventually("every range is back", || engine.stats().registrations == registrations);
 }
 
@@ -205,6 +217,9 @@ pub mod wire {
     pub const PROTOCOL: u8 = 7;
     pub const READY: u8 = 9;
     pub const UNAVAILABLE: u8 = 10;
+    pub const DIRECT_REFUSED: u8 = 13;
+    /// In byte 11 of a request.
+    pub const DIRECT: u8 = 1;
 
     pub fn request(kind: u8, epoch: Epoch, region: u64, offset: u64, length: u64) -> Vec<u8> {
         let mut bytes = b"VRBSENGN\x00\x01".to_vec();

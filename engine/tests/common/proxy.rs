@@ -110,7 +110,7 @@ fn next(from: &mut &TcpStream, by: By) -> Option<(u8, Vec<u8>)> {
     let (kind, rest) = match (by, kind) {
         (By::Requester, 4 | 5) => (REQUEST + kind, 40 + 100),
         (By::Requester, 0..=7) => (REQUEST + kind, 40),
-        (By::Source, 0..=12) => (kind, 24),
+        (By::Source, 0..=13) => (kind, 24),
         (_, 17) => (kind, 200),
         (_, 19 | 20) => (kind, 136),
         (_, 22) => (kind, 160),
