@@ -10,8 +10,8 @@ use std::{collections::VecDeque, sync::Arc};
 
 use common::{LONG, engine, eventually};
 use verbs_engine::{
-    Config, Direction, Engine, HostMemory, Notification, NotificationStatus, Permission, RegisteredMemory,
-    RemoteEffect, RemoteSegment, Status, SubmitError, TransferError, TransferRequest,
+    Config, Direction, Engine, HostMemory, Notification, NotificationStatus, Permission, Profile, RegisteredMemory,
+    RemoteEffect, RemoteSegment, ServeDirect, Status, SubmitError, TransferError, TransferRequest,
 };
 
 /// Operations of one run. Several seeds together are well beyond 100,000.
@@ -94,6 +94,7 @@ impl World {
             max_inbox_bytes: MAX_NOTE_BYTES,
             max_notification_bytes: 20,
             max_batch_requests: 6,
+            serve_direct: ServeDirect::All,
             ..Config::default()
         };
         let engines = [engine(config.clone()), engine(config)];
@@ -148,6 +149,7 @@ impl World {
         let stats = self.engines[side].stats();
         let (count, bytes) = self.model[side].retained().fold((0, 0), |(n, sum), range| (n + 1, sum + range.length));
         assert_eq!((stats.registrations, stats.registered_bytes), (count, bytes));
+        assert_eq!(stats.direct_ranges, 0);
         assert_eq!(stats.queued_notifications, self.model[side].notes.len() as u64);
     }
 
@@ -333,10 +335,12 @@ impl World {
         let engine = &self.engines[side];
         let peer = &self.segments[side];
         let asynchronous = self.random.u8(0..4) == 0;
+        // What it promises of failures on the way makes no difference here: nothing fails on its way.
+        let mode = if self.random.bool() { direction.direct() } else { direction.into() };
         let report = match (&note, asynchronous) {
-            (note, true) => engine.submit_async(peer, direction, &requests, note.as_ref(), LONG).map(block_on),
-            (Some(note), false) => engine.submit_and_notify(peer, direction, &requests, note, LONG),
-            (None, false) => engine.submit_and_wait(peer, direction, &requests, LONG),
+            (note, true) => engine.submit_async(peer, mode, &requests, note.as_ref(), LONG).map(block_on),
+            (Some(note), false) => engine.submit_and_notify(peer, mode, &requests, note, LONG),
+            (None, false) => engine.submit_and_wait(peer, mode, &requests, LONG),
         };
 
         // All checks, in their order, before anything moves.
@@ -415,9 +419,10 @@ impl World {
             bytes += request.length;
         }
         assert_eq!((report.completed, report.completed_bytes, report.requests), (completed, bytes, requests.len()));
+        assert_eq!(report.profile, mode.profile);
         assert_eq!(report.failure.as_ref().map(|failure| failure.index), failed);
         if let Some(failure) = &report.failure {
-            assert_eq!(failure.effect, RemoteEffect::None);
+            assert_eq!((failure.effect, failure.local_changed), (RemoteEffect::None, false));
             assert!(matches!(failure.error, TransferError::Refused { status: Status::UnknownRegion }));
         }
         let complete = failed.is_none() && !requests.is_empty();
@@ -427,6 +432,9 @@ impl World {
             (Some(note), NotificationStatus::Delivered) => assert!(complete && self.enqueue(other, &note)),
             (Some(note), NotificationStatus::Failed(_)) => assert!(complete && !self.enqueue(other, &note)),
             (note, status) => panic!("{status:?} for {note:?}"),
+        }
+        if mode.profile == Profile::Direct && complete {
+            self.saw("complete, direct");
         }
         self.saw(match (failed, asynchronous) {
             (Some(_), _) => "prefix",
@@ -516,6 +524,7 @@ fn run(seed: u64) {
         "prefix",
         "complete",
         "complete, asynchronous",
+        "complete, direct",
     ] {
         let seen = world.seen.get(what).copied().unwrap_or_default();
         assert!(seen > common::times(10, 0), "{what}: only {seen} of {operations}; {:?}", world.seen);

@@ -17,8 +17,8 @@ use common::{
     proxy::{self, By, FRAMES, Fate, REQUEST, Rule, is},
 };
 use verbs_engine::{
-    BatchReport, Config, Direction, Engine, Permission, RdmaConfig, RegisteredMemory, RemoteEffect, RemoteSegment,
-    TransferRequest, TransportPolicy,
+    BatchReport, Config, Direction, Engine, Permission, Profile, RdmaConfig, RegisteredMemory, RemoteEffect,
+    RemoteSegment, TransferRequest, TransportPolicy,
 };
 use verbs_transport::{
     fabric::bulk::WindowPolicy,
@@ -40,24 +40,26 @@ struct Rig {
     served: RegisteredMemory,
     requester: Engine,
     local: RegisteredMemory,
-    direct: RemoteSegment,
+    /// Without a proxy.
+    straight: RemoteSegment,
+    profile: Profile,
 }
 
 impl Rig {
-    /// With grants of that form.
-    fn new(windows: WindowPolicy) -> Self {
+    /// With grants of that form, for operations of that profile.
+    fn new(windows: WindowPolicy, profile: Profile) -> Self {
         let world = SimWorld::new(SimConfig::default());
         let on = |host: u8, config| {
             let fabric = Arc::new(world.host([10, 0, 0, host], HostConfig { windows, ..HostConfig::default() }));
             Engine::with_rdma(config, &RdmaConfig::default(), fabric).expect("an engine")
         };
         let only = Config { transport: TransportPolicy::RdmaOnly, ..Config::default() };
-        let source = on(2, Config { source_timeout: SOURCE_TIMEOUT, ..Config::default() });
+        let source = on(2, Config { source_timeout: SOURCE_TIMEOUT, ..common::serving_direct() });
         let requester = on(1, only);
         let served = memory(&source, LENGTH, Permission::RemoteReadWrite);
         let local = memory(&requester, LENGTH, Permission::LocalOnly);
-        let direct = requester.open_segment(source.endpoint(), source.epoch(), LONG).expect("it listens");
-        Self { world, source, served, requester, local, direct }
+        let straight = requester.open_segment(source.endpoint(), source.epoch(), LONG).expect("it listens");
+        Self { world, source, served, requester, local, straight, profile }
     }
 
     /// The source by way of a proxy.
@@ -81,12 +83,13 @@ impl Rig {
             length: LENGTH as u64,
         };
         let began = Instant::now();
-        let report = self.requester.submit_and_wait(peer, direction, &[request], timeout).expect("sound");
+        let mode = if self.profile == Profile::Direct { direction.direct() } else { direction.into() };
+        let report = self.requester.submit_and_wait(peer, mode, &[request], timeout).expect("sound");
         assert!(began.elapsed() < timeout + Duration::from_secs(5), "it ended after {:?}", began.elapsed());
         report
     }
 
-    /// Old bytes at both ends.
+    /// Old bytes at both ends. Who was let in for a direct operation may still be at them.
     fn reset(&self) -> (Vec<u8>, Vec<u8>) {
         let (local, served) = (pattern(LENGTH, 1), pattern(LENGTH, 77));
         self.local.write(0, &local).expect("in range");
@@ -98,11 +101,22 @@ impl Rig {
     fn check(&self, direction: Direction, report: &BatchReport, what: &str) {
         let (local, served) = (pattern(LENGTH, 1), pattern(LENGTH, 77));
         let (local_now, served_now) = (bytes_of(&self.local), bytes_of(&self.served));
+        let direct = self.profile == Profile::Direct;
+        assert_eq!(report.profile, self.profile, "{what}");
+        // What a direct operation leaves that ends on its way: of each byte the old one or the new.
+        let mixed = |now: &[u8], old: &[u8], new: &[u8]| {
+            now.iter().zip(old).zip(new).all(|((now, old), new)| now == old || now == new)
+        };
         match (direction, &report.failure) {
             (Direction::Read, None) => assert!(local_now == served, "{what}: a READ brings the source's bytes"),
             (Direction::Read, Some(failure)) => {
                 assert_eq!(failure.effect, RemoteEffect::None, "{what}");
-                assert!(local_now == local, "{what}: a READ that failed has changed nothing");
+                assert!(direct || !failure.local_changed, "{what}");
+                if failure.local_changed {
+                    assert!(mixed(&local_now, &local, &served), "{what}: neither old nor new");
+                } else {
+                    assert!(local_now == local, "{what}: a READ that failed has changed nothing");
+                }
             }
             (Direction::Write, None) => assert!(served_now == local, "{what}: a WRITE that was acknowledged is there"),
             (Direction::Write, Some(failure)) => {
@@ -110,7 +124,12 @@ impl Rig {
                 if failure.effect == RemoteEffect::None {
                     assert!(served_now == served, "{what}: a WRITE without effect has changed nothing");
                 }
-                assert!(served_now == served || served_now == local, "{what}: all of it, or nothing");
+                assert!(!failure.local_changed, "{what}");
+                if direct {
+                    assert!(mixed(&served_now, &served, &local), "{what}: neither old nor new");
+                } else {
+                    assert!(served_now == served || served_now == local, "{what}: all of it, or nothing");
+                }
             }
         }
         if direction == Direction::Read {
@@ -124,7 +143,8 @@ impl Rig {
             eventually(what, || {
                 let s = engine.stats();
                 let held = (s.submissions, s.source_operations, s.grants, s.grant_bytes);
-                held == (0, 0, 0, 0) && (s.rdma_connecting, s.rdma_busy, s.rdma_closing) == (0, 0, 0)
+                let devices = (s.rdma_connecting, s.rdma_busy, s.rdma_closing);
+                (held, devices, s.direct_ranges) == ((0, 0, 0, 0), (0, 0, 0), 0)
             });
         }
     }
@@ -132,8 +152,8 @@ impl Rig {
     fn end(self) {
         self.settle("all is let go");
         let world = self.world.clone();
-        let Self { source, served, requester, local, direct, .. } = self;
-        drop((served, local, direct, requester, source));
+        let Self { source, served, requester, local, straight, .. } = self;
+        drop((served, local, straight, requester, source));
         world.assert_quiet();
     }
 }
@@ -148,8 +168,8 @@ fn once(frame: (By, u8), fate: impl Fn(&[u8]) -> Fate + Send + Sync + 'static) -
     )
 }
 
-fn every_frame_cut_lost_silenced_or_repeated(windows: WindowPolicy) {
-    let rig = Rig::new(windows);
+fn every_frame_cut_lost_silenced_or_repeated(windows: WindowPolicy, profile: Profile) {
+    let rig = Rig::new(windows, profile);
     for direction in [Direction::Read, Direction::Write] {
         for (place, frame) in FRAMES.into_iter().enumerate() {
             for fate in [Fate::Cut, Fate::Lost, Fate::Silence, Fate::Twice] {
@@ -173,7 +193,7 @@ fn every_frame_cut_lost_silenced_or_repeated(windows: WindowPolicy) {
                     let late = failure.error.is_timeout() && failure.effect == RemoteEffect::None;
                     assert!(failure.effect == effect || late, "{what}: {failure}");
                 }
-                let again = rig.run(&rig.direct, direction, LONG);
+                let again = rig.run(&rig.straight, direction, LONG);
                 assert!(again.is_complete(), "{what}: the next one: {again:?}");
             }
         }
@@ -181,8 +201,8 @@ fn every_frame_cut_lost_silenced_or_repeated(windows: WindowPolicy) {
     rig.end();
 }
 
-fn every_name_of_every_frame_changed(windows: WindowPolicy) {
-    let rig = Rig::new(windows);
+fn every_name_of_every_frame_changed(windows: WindowPolicy, profile: Profile) {
+    let rig = Rig::new(windows, profile);
     // Where each name begins: epochs, protection domains, connections, request, digest, generation.
     let names = [12, 28, 44, 60, 76, 92, 108, 116, 132];
     for direction in [Direction::Read, Direction::Write] {
@@ -202,15 +222,15 @@ fn every_name_of_every_frame_changed(windows: WindowPolicy) {
             }
         }
     }
-    let again = rig.run(&rig.direct, Direction::Read, LONG);
+    let again = rig.run(&rig.straight, Direction::Read, LONG);
     assert!(again.is_complete());
     rig.end();
 }
 
 /// A wrong byte anywhere in the request, what is asked along, the offer, and the bodies of frames: never a panic, never
 /// wrong bytes.
-fn every_byte_of_every_frame_flipped(windows: WindowPolicy) {
-    let rig = Rig::new(windows);
+fn every_byte_of_every_frame_flipped(windows: WindowPolicy, profile: Profile) {
+    let rig = Rig::new(windows, profile);
     let lengths = [152, 36 + 96, 212, 140, 148, 148, 140, 172, 140, 140, 140];
     for (frame, length) in FRAMES.into_iter().zip(lengths) {
         // The names were changed one by one; of the rest each byte.
@@ -232,13 +252,13 @@ fn every_byte_of_every_frame_flipped(windows: WindowPolicy) {
         }
     }
     rig.settle("all is let go");
-    assert!(rig.run(&rig.direct, Direction::Write, LONG).is_complete());
+    assert!(rig.run(&rig.straight, Direction::Write, LONG).is_complete());
     rig.end();
 }
 
 /// The second operation over a kept pair: its frames lost, cut, and repeated.
-fn every_frame_of_a_reuse(windows: WindowPolicy) {
-    let rig = Rig::new(windows);
+fn every_frame_of_a_reuse(windows: WindowPolicy, profile: Profile) {
+    let rig = Rig::new(windows, profile);
     let frames =
         [(By::Requester, REQUEST), (By::Source, 22), (By::Requester, 23), (By::Source, 24), (By::Requester, 25)];
     for direction in [Direction::Read, Direction::Write] {
@@ -270,8 +290,8 @@ fn every_frame_of_a_reuse(windows: WindowPolicy) {
 }
 
 /// A lost acknowledgement of a WRITE that is committed: unknown to the requester, and never sent again.
-fn a_lost_acknowledgement_is_unknown_and_not_replayed(windows: WindowPolicy) {
-    let rig = Rig::new(windows);
+fn a_lost_acknowledgement_is_unknown_and_not_replayed(windows: WindowPolicy, profile: Profile) {
+    let rig = Rig::new(windows, profile);
     let requests = Arc::<AtomicU32>::default();
     let peer = rig.through({
         let requests = Arc::clone(&requests);
@@ -290,8 +310,8 @@ fn a_lost_acknowledgement_is_unknown_and_not_replayed(windows: WindowPolicy) {
 }
 
 /// DONE proves nothing: without the marker out of the receive queue there is no ACK, and no commit.
-fn done_without_a_receipt_gets_no_acknowledgement(windows: WindowPolicy) {
-    let rig = Rig::new(windows);
+fn done_without_a_receipt_gets_no_acknowledgement(windows: WindowPolicy, profile: Profile) {
+    let rig = Rig::new(windows, profile);
     rig.reset();
     // The source's QP breaks when DONE comes, before the source looks for its receipt: by then the receipt is there, so
     // break it when the grant goes out, and let the requester's data and marker fail.
@@ -318,29 +338,50 @@ fn done_without_a_receipt_gets_no_acknowledgement(windows: WindowPolicy) {
     rig.end();
 }
 
-/// Each scenario once with a registration for each grant, and once with windows.
-macro_rules! both_forms {
-    ($($scenario:ident),* $(,)?) => {
-        mod by_registration {
+/// Each scenario with a registration for each grant, or with windows; staged, or direct.
+macro_rules! each {
+    ($name:ident: $windows:ident, $profile:ident; $($scenario:ident),* $(,)?) => {
+        mod $name {
             $(#[test]
             fn $scenario() {
-                super::$scenario(super::WindowPolicy::Never);
-            })*
-        }
-
-        mod by_window {
-            $(#[test]
-            fn $scenario() {
-                super::$scenario(super::WindowPolicy::Auto);
+                super::$scenario(super::WindowPolicy::$windows, super::Profile::$profile);
             })*
         }
     };
 }
 
-both_forms!(
+each!(
+    by_registration: Never, Staged;
     every_frame_cut_lost_silenced_or_repeated,
     every_name_of_every_frame_changed,
     every_byte_of_every_frame_flipped,
+    every_frame_of_a_reuse,
+    a_lost_acknowledgement_is_unknown_and_not_replayed,
+    done_without_a_receipt_gets_no_acknowledgement,
+);
+
+each!(
+    by_window: Auto, Staged;
+    every_frame_cut_lost_silenced_or_repeated,
+    every_name_of_every_frame_changed,
+    every_byte_of_every_frame_flipped,
+    every_frame_of_a_reuse,
+    a_lost_acknowledgement_is_unknown_and_not_replayed,
+    done_without_a_receipt_gets_no_acknowledgement,
+);
+
+each!(
+    direct_by_registration: Never, Direct;
+    every_frame_cut_lost_silenced_or_repeated,
+    every_frame_of_a_reuse,
+    a_lost_acknowledgement_is_unknown_and_not_replayed,
+    done_without_a_receipt_gets_no_acknowledgement,
+    every_byte_of_every_frame_flipped,
+);
+
+each!(
+    direct_by_window: Auto, Direct;
+    every_frame_cut_lost_silenced_or_repeated,
     every_frame_of_a_reuse,
     a_lost_acknowledgement_is_unknown_and_not_replayed,
     done_without_a_receipt_gets_no_acknowledgement,

@@ -55,7 +55,7 @@ impl Rig {
                 let config = HostConfig { bulk_bytes_per_second: end.rate, max_qps: end.qps, ..HostConfig::default() };
                 Arc::new(world.host([10, 0, rail, host], config))
             });
-            let config = Config { transport: TransportPolicy::RdmaOnly, ..Config::default() };
+            let config = Config { transport: TransportPolicy::RdmaOnly, ..common::serving_direct() };
             Engine::with_rdma_devices(config, rdma, fabrics.collect()).expect("an engine")
         };
         let (source, requester) = (engine(sources, 2), engine(requesters, 1));
@@ -215,6 +215,26 @@ fn a_rail_that_dies_in_the_middle_hands_its_read_on_and_not_its_write() {
         eventually("nothing is granted", || rig.source.stats().grants == 0);
     }
     assert_eq!(bytes_of(&rig.served), bytes, "a WRITE without its receipt is not committed");
+    rig.end();
+}
+
+/// A direct READ waits until the dead rail's device has let go of its target, and goes on over the other.
+#[test]
+fn a_direct_read_goes_on_over_the_next_rail() {
+    let rig = Rig::new(&[slow(1 << 20); 2], &[slow(1 << 20); 2], &rdma(RailChoice::Score));
+    let bytes = pattern(BYTES, 3);
+    rig.served.write(0, &bytes).expect("in range");
+    let batch = rig.requester.allocate_batch(1).expect("room");
+    let request = [rig.request(0, BYTES as u64)];
+    batch.submit(&rig.peer, Direction::Read.direct(), &request, LONG, None).expect("sound");
+    let nic = rig.busy();
+    rig.break_nic(nic);
+    assert!(batch.wait(LONG));
+    let task = batch.task(0).expect("one");
+    assert_eq!((task.bytes, rig.requester.stats().rdma_retries), (BYTES as u64, 1), "{task:?}");
+    assert!(!task.local_changed && task.error.is_none(), "{task:?}");
+    assert_eq!(bytes_of(&rig.local), bytes);
+    drop(batch);
     rig.end();
 }
 

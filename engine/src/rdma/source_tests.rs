@@ -29,7 +29,7 @@ use super::{
     wire::{Ask, Body, Frame, GrantTerms, HEAD_BYTES, Offer},
 };
 use crate::{
-    Config, Engine, Permission, Profile, RegisteredMemory,
+    AccessError, Config, Engine, Permission, Profile, RegisteredMemory, ServeDirect,
     control::{Opcode, REPLY_BYTES, Reply, Request},
     deadline::Deadline,
 };
@@ -43,6 +43,8 @@ struct Rig {
     served: RegisteredMemory,
     device: Arc<Device<SimFabric>>,
     windows: WindowPolicy,
+    /// Of what is asked for.
+    profile: Profile,
 }
 
 /// One connection of the requester by hand.
@@ -57,12 +59,12 @@ impl Rig {
     fn new(windows: WindowPolicy) -> Self {
         let world = SimWorld::new(SimConfig::default());
         let host = |n: u8| Arc::new(world.host([10, 0, 0, n], HostConfig { windows, ..HostConfig::default() }));
-        let config = Config { source_timeout: PATIENCE, ..Config::default() };
+        let config = Config { source_timeout: PATIENCE, serve_direct: ServeDirect::All, ..Config::default() };
         let source = Engine::with_rdma(config, &RdmaConfig::default(), host(2)).expect("an engine");
         let bytes = vec![7; usize::try_from(3 * BYTES).expect("small")];
         let served = source.register_memory(bytes.into(), Permission::RemoteReadWrite).expect("room");
         let device = Device::start(host(1), 8, 0).expect("a device");
-        Self { world, source, served, device, windows }
+        Self { world, source, served, device, windows, profile: Profile::Staged }
     }
 
     /// Up to the offer and the choice, by the book; up to the grant with [`Hand::grant`].
@@ -70,8 +72,8 @@ impl Rig {
         let mut stream = TcpStream::connect(self.source.endpoint()).expect("it listens");
         stream.set_read_timeout(Some(Duration::from_secs(10))).expect("an option");
         let (epoch, region) = (self.source.epoch(), self.served.id());
-        let request =
-            Request { opcode, epoch, region, offset: BYTES, length: BYTES, profile: Profile::Staged }.encode();
+        let profile = self.profile;
+        let request = Request { opcode, epoch, region, offset: BYTES, length: BYTES, profile }.encode();
         let requester_link = Incarnation::draw().expect("entropy");
         let ask = Ask { requester_epoch: [9; 16], request: 1, requester_link, kept: None }.encode();
         stream.write_all(&[&request[..], &ask].concat()).expect("it reads");
@@ -376,6 +378,97 @@ fn what_a_peer_leaves_unwritten_is_nobody_elses() {
             })
             .expect("in range");
         fill(7);
+        rig.end(Vec::new());
+    });
+}
+
+fn direct_in_both_forms(scenario: impl Fn(Rig)) {
+    in_both_forms(|rig| scenario(Rig { profile: Profile::Direct, ..rig }));
+}
+
+fn is_busy<T>(result: &Result<T, AccessError>) -> bool {
+    matches!(result, Err(AccessError::Busy { .. }))
+}
+
+/// A grant of the range itself opens exactly the granted bytes, in one direction; its neighbours are the owner's.
+#[test]
+fn a_direct_grant_opens_exactly_its_bytes() {
+    direct_in_both_forms(|rig| {
+        let granted = |opcode| {
+            let (hand, terms) = rig.granted(opcode);
+            assert_eq!(terms.address, rig.served.address() + BYTES, "there and nowhere else");
+            (hand, terms)
+        };
+        for (offset, len) in [(BYTES, 1), (0, BYTES + 1), (u64::MAX, 1)] {
+            let (hand, mut terms) = granted(Opcode::RdmaRead);
+            terms.address = terms.address.wrapping_add(offset);
+            assert_eq!(hand.read(&terms, 0, len), REFUSED, "{len} bytes at {offset}");
+            assert!(hand.staged().iter().all(|byte| *byte == 0xee), "not a byte came");
+            drop(hand);
+            // Its bytes are busy until the source has let go.
+            let (hand, mut terms) = granted(Opcode::RdmaWrite);
+            terms.address = terms.address.wrapping_add(offset);
+            assert_eq!(hand.write(&terms, 0, len), REFUSED, "{len} bytes at {offset}");
+        }
+        let (hand, terms) = granted(Opcode::RdmaRead);
+        assert_eq!(hand.write(&terms, 0, BYTES), REFUSED, "one direction");
+        rig.end(vec![hand]);
+    });
+}
+
+/// While a peer has the right, the bytes are busy, in the way of its direction, and no others; with its end they are free.
+#[test]
+fn the_bytes_of_a_direct_grant_are_busy_for_its_life() {
+    direct_in_both_forms(|rig| {
+        let served = rig.served.clone();
+        for opcode in [Opcode::RdmaRead, Opcode::RdmaWrite] {
+            // At its end it is free before that is acknowledged; given up, when the QP is gone.
+            for ends_well in [true, false] {
+                let (mut hand, terms) = rig.granted(opcode);
+                let mut byte = [0];
+                assert_eq!(is_busy(&served.try_read(BYTES, &mut byte)), opcode == Opcode::RdmaWrite);
+                assert!(is_busy(&served.try_update(2 * BYTES - 1, 2, |_| ())));
+                for free in [0, 2 * BYTES] {
+                    served.try_update(free, BYTES, |_| ()).expect("its neighbours");
+                }
+                if ends_well {
+                    hand.staging.write(0, &[7; 8192]).expect("within");
+                    let once = if opcode == Opcode::RdmaRead { Hand::read } else { Hand::write };
+                    once(&hand, &terms, 0, BYTES).expect("within the grant");
+                    hand.mark(&terms).expect("it arrives");
+                    hand.say(Body::Done);
+                    assert_eq!(hand.hear(), Some(Body::Ack));
+                    served.try_update(0, 3 * BYTES, |_| ()).expect("free");
+                    assert_eq!(once(&hand, &terms, 0, BYTES), REFUSED, "a second use");
+                }
+                drop(hand);
+                served.update(0, 3 * BYTES, |_| ()).expect("in range");
+            }
+        }
+        drop(served);
+        rig.end(Vec::new());
+    });
+}
+
+/// A peer that writes less than it was granted changes no more than that, whatever it says.
+#[test]
+fn what_a_peer_leaves_unwritten_of_a_direct_grant_stays() {
+    direct_in_both_forms(|rig| {
+        for ends_well in [true, false] {
+            let (mut hand, terms) = rig.granted(Opcode::RdmaWrite);
+            hand.write(&terms, 10, 1).expect("within the grant");
+            if ends_well {
+                hand.mark(&terms).expect("it arrives");
+                hand.say(Body::Done);
+                assert_eq!(hand.hear(), Some(Body::Ack));
+            }
+            drop(hand);
+            let changed = rig.served.update(BYTES, BYTES, |bytes| {
+                assert!(bytes.iter().enumerate().all(|(at, byte)| *byte == if at == 10 { 0xee } else { 7 }));
+                bytes[10] = 7;
+            });
+            changed.expect("in range");
+        }
         rig.end(Vec::new());
     });
 }
