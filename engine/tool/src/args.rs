@@ -52,6 +52,10 @@ pub(crate) struct Serve {
     /// End after so many seconds
     #[arg(long = "for", value_name = "SECONDS", value_parser = seconds)]
     pub(crate) lasting: Option<Duration>,
+    /// Let peers ask for `--direct`: a read keeps its bytes from being changed for as long as it takes, 5 seconds at most; a
+    /// write that fails may leave its bytes half changed
+    #[arg(long)]
+    pub(crate) direct: bool,
     /// Threads that serve requests; as many again may wait
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=256))]
     pub(crate) workers: u16,
@@ -81,6 +85,9 @@ pub(crate) struct Read {
     /// How many bytes; default: to the end
     #[arg(long, value_name = "BYTES", value_parser = size)]
     pub(crate) length: Option<u64>,
+    /// Straight between memory and the network, without a copy at either end; the source must allow it
+    #[arg(long)]
+    pub(crate) direct: bool,
     /// Where to put them; default: standard output
     #[arg(long, short, value_name = "FILE", required_if_eq("json", "true"))]
     pub(crate) output: Option<PathBuf>,
@@ -102,6 +109,10 @@ pub(crate) struct Write {
     /// First byte
     #[arg(long, value_name = "BYTES", default_value = "0", value_parser = size)]
     pub(crate) offset: u64,
+    /// Straight between memory and the network, without a copy at either end; the source must allow it. What fails on its
+    /// way may leave bytes half changed there
+    #[arg(long)]
+    pub(crate) direct: bool,
     /// A message for the source once all of it is there; its name is that of the range
     #[arg(long, value_name = "MESSAGE")]
     pub(crate) notify: Option<String>,

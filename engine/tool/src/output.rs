@@ -4,6 +4,7 @@ use std::{error::Error, time::Duration};
 
 use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
 use serde_json::{Value, json};
+use verbs_engine::Profile;
 
 #[derive(Clone, Copy)]
 pub(crate) struct Output {
@@ -21,14 +22,16 @@ impl Output {
     }
 
     /// The end of a transfer. Its bytes may have gone to standard output, so that people are told on the other one.
-    pub(crate) fn moved(self, verb: &str, bytes: u64, took: Duration, transport: &str) {
+    pub(crate) fn moved(self, verb: &str, bytes: u64, took: Duration, transport: &str, profile: Profile) {
         if self.json {
-            println!("{}", json!({ verb: bytes, "seconds": took.as_secs_f64(), "transport": transport }));
+            let (seconds, profile) = (took.as_secs_f64(), profile.to_string());
+            println!("{}", json!({ verb: bytes, "seconds": seconds, "transport": transport, "profile": profile }));
             return;
         }
         #[allow(clippy::cast_precision_loss, clippy::cast_possible_truncation, clippy::cast_sign_loss)]
         let rate = (bytes as f64 / took.as_secs_f64().max(1e-9)) as u64;
-        eprintln!("{verb} {bytes} bytes in {:.3} s over {transport}, {}/s", took.as_secs_f64(), HumanBytes(rate));
+        let (seconds, rate) = (took.as_secs_f64(), HumanBytes(rate));
+        eprintln!("{verb} {bytes} bytes in {seconds:.3} s over {transport}, {profile}, {rate}/s");
     }
 
     /// With everything that lies beneath it.

@@ -12,7 +12,7 @@ use std::{
 };
 
 use serde_json::json;
-use verbs_engine::{Config, Notification, Permission, RegisteredMemory};
+use verbs_engine::{Config, Notification, Permission, RegisteredMemory, ServeDirect};
 
 use crate::{
     Failure,
@@ -57,6 +57,7 @@ pub(crate) fn serve(args: &Serve, output: Output) -> Result<(), Failure> {
         max_registered_bytes: total + (index_room + index::STATS_BYTES) as u64,
         source_workers: args.workers.into(),
         source_queue: args.workers.into(),
+        serve_direct: if args.direct { ServeDirect::All } else { ServeDirect::Never },
         ..Config::default()
     })?;
     // In this order: peers know both by their numbers.

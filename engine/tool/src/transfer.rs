@@ -7,7 +7,9 @@ use std::{
     time::Instant,
 };
 
-use verbs_engine::{Direction, Notification, Permission, RegisteredMemory, RemoteEffect, TransferRequest, Transport};
+use verbs_engine::{
+    Direction, Mode, Notification, Permission, Profile, RegisteredMemory, RemoteEffect, TransferRequest, Transport,
+};
 
 use crate::{
     Failure,
@@ -53,7 +55,7 @@ impl<'a> Stretch<'a> {
         self.transport.get().map_or("nothing".to_owned(), |transport| transport.to_string())
     }
 
-    fn submit(&self, direction: Direction, at: u64, length: u64) -> Result<(), Failure> {
+    fn submit(&self, mode: Mode, at: u64, length: u64) -> Result<(), Failure> {
         let request = |chunk: u64| TransferRequest {
             local_address: self.local.address() + chunk * self.chunk,
             remote_address: self.address + at + chunk * self.chunk,
@@ -61,19 +63,24 @@ impl<'a> Stretch<'a> {
         };
         let requests: Vec<_> = (0..length.div_ceil(self.chunk)).map(request).collect();
         let Session { engine, source, .. } = self.session;
-        let report = engine.submit_and_wait(source, direction, &requests, self.session.left())?;
-        let moved = at + report.completed_bytes;
+        let report = engine.submit_and_wait(source, mode, &requests, self.session.left())?;
+        let (moved, report_profile) = (at + report.completed_bytes, report.profile);
         let (before, now) = (self.transport.get(), report.transport);
         let mixed = before.is_some() && now.is_some() && before != now;
         self.transport.set(if mixed { Some(Transport::Mixed) } else { now.or(before) });
         report.into_result().map(drop).map_err(|failure| {
-            let doubt = match failure.effect {
-                RemoteEffect::Unknown => "; the bytes behind may or may not have changed at the source",
+            let doubt = match (failure.effect, report_profile) {
+                (RemoteEffect::Unknown, Profile::Direct) => "; the bytes behind may have changed in part at the source",
+                (RemoteEffect::Unknown, _) => "; the bytes behind may or may not have changed at the source",
                 _ => "",
             };
             format!("after {moved} bytes: {}{doubt}", failure.error).into()
         })
     }
+}
+
+fn mode(direction: Direction, direct: bool) -> Mode {
+    if direct { direction.direct() } else { direction.into() }
 }
 
 pub(crate) fn read(args: &Read, output: Output) -> Result<(), Failure> {
@@ -90,8 +97,9 @@ pub(crate) fn read(args: &Read, output: Output) -> Result<(), Failure> {
     };
     let (start, bar) = (Instant::now(), output.bar(length));
     let mut bytes = vec![0; usize::try_from(stretch.local.len())?];
+    let mode = mode(Direction::Read, args.direct);
     for (at, part) in stretch.parts() {
-        stretch.submit(Direction::Read, at, part)?;
+        stretch.submit(mode, at, part)?;
         let bytes = &mut bytes[..usize::try_from(part)?];
         stretch.local.read(0, bytes)?;
         sink.write_all(bytes)?;
@@ -99,7 +107,7 @@ pub(crate) fn read(args: &Read, output: Output) -> Result<(), Failure> {
     }
     sink.flush()?;
     bar.finish_and_clear();
-    output.moved("read", length, start.elapsed(), &stretch.over());
+    output.moved("read", length, start.elapsed(), &stretch.over(), mode.profile);
     Ok(())
 }
 
@@ -112,15 +120,16 @@ pub(crate) fn write(args: &Write, output: Output) -> Result<(), Failure> {
     let stretch = Stretch::new(&session, index.find(&args.name)?, args.offset, length, args.chunk)?;
     let (start, bar) = (Instant::now(), output.bar(length));
     let mut bytes = vec![0; usize::try_from(stretch.local.len())?];
+    let mode = mode(Direction::Write, args.direct);
     for (at, part) in stretch.parts() {
         let bytes = &mut bytes[..usize::try_from(part)?];
         input.read_exact(bytes).map_err(failed)?;
         stretch.local.write(0, bytes)?;
-        stretch.submit(Direction::Write, at, part)?;
+        stretch.submit(mode, at, part)?;
         bar.inc(part);
     }
     bar.finish_and_clear();
-    output.moved("wrote", length, start.elapsed(), &stretch.over());
+    output.moved("wrote", length, start.elapsed(), &stretch.over(), mode.profile);
     if let Some(message) = &args.notify {
         let notification = Notification::new(&args.name, message);
         session.engine.send_notification(&session.source, &notification, session.left())?;

@@ -139,6 +139,31 @@ fn a_block_is_written_read_back_and_watched() {
 }
 
 #[test]
+fn direct_is_asked_for_and_allowed_or_refused() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let input = dir.path().join("input");
+    let sent: Vec<u8> = (0..=250).cycle().take(10_000_000).collect();
+    fs::write(&input, &sent).expect("a file");
+    let input = input.to_str().expect("UTF-8");
+    let mut server = Server::start(&["--block", "10M", "--writable", "--direct"]);
+    let ticket = server.ticket.clone();
+    let write = json(&run(&["write", "--json", "--direct", &ticket, "block", input]));
+    assert_eq!((&write["wrote"], &write["profile"]), (&Value::from(10_000_000), &Value::from("direct")));
+    let back = run(&["read", "--direct", &ticket, "block", "--length", "10000000"]);
+    assert!(back.stdout == sent && text(&back.stderr).contains(", direct, "), "{}", text(&back.stderr));
+    let staged = run(&["read", &ticket, "block", "--length", "10000000"]);
+    assert!(staged.stdout == sent && text(&staged.stderr).contains(", staged, "), "{}", text(&staged.stderr));
+    server.end();
+
+    let server = Server::start(&["--block", "4096", "--writable"]);
+    for arguments in [["read", "--direct", &server.ticket, "block"], ["read", &server.ticket, "block", "--direct"]] {
+        let refused = run(&arguments);
+        assert_eq!(refused.status.code(), Some(1));
+        assert!(text(&refused.stderr).contains("the source refused: DirectRefused"), "{}", text(&refused.stderr));
+    }
+}
+
+#[test]
 fn what_cannot_work_says_why() {
     let server = Server::start(&["--block", "4096"]);
     let ticket = &server.ticket;
