@@ -74,8 +74,8 @@ impl DirectRange {
     /// Hands the bytes over to a device: they are free again when it has let go of this.
     #[cfg(feature = "rdma")]
     pub(crate) fn in_place(self) -> Arc<dyn verbs_transport::fabric::bulk::MemoryOwner> {
-        let Self { loan, _count, _registration } = self;
-        Arc::new(super::raw::InPlace::new(loan, (_count, _registration)))
+        let Self { loan, _count: count, _registration: registration } = self;
+        Arc::new(super::raw::InPlace::new(loan, (count, registration)))
     }
 }
 

@@ -22,7 +22,7 @@ pub struct RdmaConfig {
     pub max_connections: u32,
     /// Grants at once: operations of peers over RDMA that this source serves: 1 to 4,096, default 32.
     pub max_grants: u32,
-    /// Their bytes: 1 to 2^63 - 1, default 64 MiB. The source stages that many.
+    /// Their bytes: 1 to 2^63 - 1, default 64 MiB. The source stages that many, but for direct ones.
     pub max_grant_bytes: u64,
     /// Staging memory kept for the next payload, in bytes, by the source and by the requester each: 0 to 2^63 - 1,
     /// default 32 MiB. The requester's stays registered, and so pinned. 0 maps and registers anew each time.

@@ -92,5 +92,7 @@ pub(crate) fn stats_json(stats: &Stats) -> Value {
         "bytes_written": stats.bytes_written,
         "connections_dialled": stats.connections_dialled,
         "connections_reused": stats.connections_reused,
+        "direct_ranges": stats.direct_ranges,
+        "direct_completed": stats.direct_completed,
     })
 }

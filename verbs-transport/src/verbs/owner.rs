@@ -382,7 +382,7 @@ mod tests {
         let writes = [Access::DESTINATION, Access::PUT_TARGET, Access::WINDOWS.and(Access::DESTINATION)];
         assert!(writes.into_iter().all(|access| !span.allows(access)));
         assert!([Access::LOCAL_READ, Access::SOURCE, Access::WINDOWS].into_iter().all(|access| span.allows(access)));
-        let written = std::panic::catch_unwind(|| span.write(0, &[1]));
+        let written = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| span.write(0, &[1])));
         let mut now = [0; 8];
         span.read(0, &mut now).expect("within");
         assert_eq!((written.is_err(), now), (true, [7; 8]));
