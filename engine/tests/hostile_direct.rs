@@ -140,6 +140,7 @@ fn a_read_that_trickles_keeps_its_target_busy_until_its_deadline_and_nothing_els
             panic!("nobody acknowledges it")
         };
         assert!(late.error.is_timeout(), "{late}");
+        assert_eq!(late.effect, RemoteEffect::None, "nothing of the body has left: {late}");
     }
     // The owner waits as long as the operation does.
     trial.local.read(0, &mut bytes[..16]).expect("in range");

@@ -9,7 +9,7 @@ use super::{
     buffers::Buffers,
     dial::{broken, dial},
     direct, landing,
-    line::{Line, Stop},
+    line::{Line, LineError, Stop},
     pool::Pool,
     staging::StagingPool,
 };
@@ -101,15 +101,20 @@ impl TcpPath {
     fn write(&self, slice: &Slice, call: Call<'_>) -> Result<(), Failure> {
         call.reply(Phase::Reply, Status::Ready).map_err(Failure::harmless)?;
         let (line, local) = (call.line(), slice.local.registration());
+        let mut accepted = 0;
         let sent = match slice.profile {
-            Profile::Staged => landing::send(line, &self.staging, &[], (local, slice.local_place()), &mut 0),
+            Profile::Staged => landing::send(line, &self.staging, &[], (local, slice.local_place()), &mut accepted),
             Profile::Direct => {
                 let range = direct::lend(line, local, slice.local_place(), Use::Read);
                 // Nothing of the body has left.
                 let range = range.map_err(|error| Failure::harmless(broken(error, Phase::LocalMemory)))?;
-                direct::send(line, &[], &range, &mut 0)
+                direct::send(line, &[], &range, &mut accepted)
             }
         };
+        if accepted == 0 && matches!(sent, Err(LineError::TimedOut | LineError::Stopped)) {
+            // Nothing of the body has left: as a rule it was the local bytes that did not become free.
+            return sent.map_err(|error| Failure::harmless(broken(error, Phase::LocalMemory)));
+        }
         call.acknowledged(sent.map_err(|error| broken(error, Phase::Body)))
     }
 
