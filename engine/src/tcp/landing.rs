@@ -1,7 +1,8 @@
 //! How a payload leaves registered memory, and how it gets there.
 //!
-//! This is the staged profile; `direct` is the other. Memory is touched only under its allocation's lock, and nothing waits for a peer while that is held. Both ways spare
-//! part of the copy that this would seem to need; what they spare grows with the socket buffers.
+//! This is the staged profile; `direct` is the other. Memory is touched only under its allocation's lock, and nothing
+//! waits for a peer while that is held. Both ways spare part of the copy that this would seem to need; what they spare
+//! grows with the socket buffers.
 
 use std::sync::Arc;
 

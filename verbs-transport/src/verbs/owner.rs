@@ -20,8 +20,9 @@ use crate::fabric::bulk::Access;
 ///
 /// From the first call of [`start`](Self::start) on, and for as long as any `Arc` of the owner lives:
 ///
-/// - `start`, `len` and `is_read_only` always give the same values, and `start..start + len` is mapped memory of this process that is
-///   valid for reads and, where it is registered with local or remote write, for writes; all of it is initialised;
+/// - `start`, `len` and `is_read_only` always give the same values, and `start..start + len` is mapped memory of this
+///   process that is valid for reads and, where it is registered with local or remote write, for writes; all of it is
+///   initialised;
 /// - it is not unmapped, moved, truncated or handed to another use, not even by interior mutability;
 /// - no Rust reference into it exists or is made, and nobody reads or writes it but through regions. (The memory may be
 ///   shared with another process, or be a file's: then that one's accesses are like a device's.)
