@@ -24,6 +24,8 @@ use verbs_transport::{
 pub(crate) enum Operation {
     /// `Worker::send` of 64 bytes, which go inline.
     SendInline,
+    /// The same while the window is spent: it waits in the channel. (What it costs to leave it is not in this.)
+    SendWaiting,
     /// `Worker::send` of 4 KiB, which are copied into a slab. (The copy itself is the fabric's.)
     SendCopied,
     /// A message of 64 bytes from the completion to the end of the handler.
@@ -53,10 +55,13 @@ const NO_GRANT: u16 = 1020;
 const GETS: u64 = 50;
 const CHUNKS: u64 = 128;
 const CHUNK_BYTES: u32 = 4096;
+/// Bursts that spend a default window.
+const SPENDING: u64 = 5;
 
 impl Operation {
-    pub(crate) const ALL: [Self; 9] = [
+    pub(crate) const ALL: [Self; 10] = [
         Self::SendInline,
+        Self::SendWaiting,
         Self::SendCopied,
         Self::ReceiveHandler,
         Self::ReceiveStream,
@@ -70,6 +75,11 @@ impl Operation {
     /// As on the command line, and in the file of budgets.
     pub(crate) fn name(self) -> String {
         self.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
+    }
+
+    /// Whether it comes to the fabric at all.
+    pub(crate) fn posts(self) -> bool {
+        self != Self::SendWaiting
     }
 
     /// How often a run does it.
@@ -88,7 +98,7 @@ impl Operation {
             Self::GetChunk => get(&runtime),
             Self::ReceiveStream => Pair::new(&runtime, NO_GRANT, true)?.rounds(self),
             // Credits of the default window, so that nothing but this is different from a program's.
-            Self::Message => Pair::new(&runtime, Config::default().window_slabs, false)?.rounds(self),
+            Self::Message | Self::SendWaiting => Pair::new(&runtime, Config::default().window_slabs, false)?.rounds(self),
             Self::GrantSent | Self::GrantTaken => Pair::new(&runtime, GRANT_EACH_BURST, false)?.rounds(self),
             _ => Pair::new(&runtime, NO_GRANT, false)?.rounds(self),
         }
@@ -171,7 +181,10 @@ impl<'a> Pair<'a> {
                 })?;
                 continue;
             }
-            count_if(matches!(what, Op::SendInline | Op::SendCopied), || self.send(&payload));
+            if what == Op::SendWaiting {
+                (0..SPENDING).for_each(|_| self.send(&payload));
+            }
+            count_if(matches!(what, Op::SendInline | Op::SendWaiting | Op::SendCopied), || self.send(&payload));
             count_if(matches!(what, Op::ReceiveHandler | Op::ReceiveStream), || self.receive())?;
             count_if(matches!(what, Op::Repost | Op::GrantSent), || self.b.progress())?;
             count_if(what == Op::GrantTaken, || self.a.progress())?;
@@ -179,13 +192,14 @@ impl<'a> Pair<'a> {
         }
         // That it was what it is called.
         let (a, b) = (self.a.stats(), self.b.stats());
-        assert_eq!(b.received.total() - before.received.total(), ROUNDS * BURST);
+        let bursts = if what == Op::SendWaiting { SPENDING + 1 } else { 1 };
+        assert_eq!(b.received.total() - before.received.total(), ROUNDS * BURST * bursts);
         let (sent, copied) = (a.links.sends_inline, a.links.sends_copied);
         assert!(if what == Op::SendCopied { copied } else { sent } >= ROUNDS * BURST, "{sent} inline, {copied} copied");
         let grants = b.links.pure_grants - before.links.pure_grants;
         match what {
             Op::GrantSent | Op::GrantTaken => assert_eq!(grants, ROUNDS, "one each time"),
-            Op::Message => assert!(grants >= ROUNDS / 4, "{grants} grants"),
+            Op::Message | Op::SendWaiting => assert!(grants >= ROUNDS / 4, "{grants} grants"),
             _ => assert!(grants < ROUNDS / 10, "{grants} grants"),
         }
         Ok(())

@@ -237,6 +237,7 @@ impl<F: Fabric> Peer<F> {
             Err(frame) => frame,
         };
         state.looks_to_trim = LOOKS_TO_TRIM;
+        let behind = !state.queue.is_empty();
         let outcome = if state.gate.is_empty() && state.queue.len() < shared.config.channel_frames {
             state.queue.push_back(frame);
             SendOutcome::Admitted
@@ -248,7 +249,13 @@ impl<F: Fabric> Peer<F> {
             SendOutcome::Pending(Admission::new(ticket, Arc::new(Gate { peer: Arc::downgrade(self) })))
         };
         if state.epoch.as_ref().is_some_and(|epoch| epoch.link.is_some()) {
-            self.pump(&mut state, shared, &mut effects);
+            // A pump ends when the first frame has to wait, and whatever that waits for (a grant, a completion, a slab, the
+            // proof) pumps again: one behind it has nothing to ask.
+            if behind {
+                shared.unsettled.note();
+            } else {
+                self.pump(&mut state, shared, &mut effects);
+            }
         } else if !state.dialer {
             state.dialer = true;
             shared.spawn_dialer(self);
