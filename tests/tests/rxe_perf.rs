@@ -270,6 +270,15 @@ fn connect_makes_each_connection_anew() {
 }
 
 #[test]
+fn connections_at_once_go_to_as_many_workers_and_share_the_time() {
+    let _turn = device_turn();
+    let (report, _) = measured("connect", &["-n", "7", "--at-once", "4", "-e"]);
+    let row = &report["rows"][0];
+    assert_eq!(row["connections"].as_u64(), Some(8), "whole rounds");
+    assert!(number(&row["t_min_us"]) > 0.0 && number(&row["t_max_us"]) >= number(&row["t_typical_us"]), "{row}");
+}
+
+#[test]
 fn scale_has_a_row_for_each_step() {
     let _turn = device_turn();
     let (report, _) = measured("scale", &["-q", "3", "-n", "50"]);
