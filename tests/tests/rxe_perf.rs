@@ -356,7 +356,7 @@ fn another_version(test: &str) {
     let client = finish(with(&[test, "-p", &port, "127.0.0.1"]), PATIENCE);
     assert_eq!(client.status.code(), Some(5), "{client}");
     assert!(client.stderr.contains("version 99") && client.stderr.contains("is version 2"), "{client}");
-    assert!(other.join().expect("no panic").starts_with("{\"verbs_perf\":2,"));
+    assert!(other.join().expect("no panic").starts_with("{\"verbs_perf\":3,"));
 }
 
 #[test]
@@ -367,7 +367,7 @@ fn a_client_of_another_version_is_refused_and_told() {
     (&stream).write_all(b"{\"verbs_perf\":99,\"greetings\":[]}\n").expect("it listens");
     let mut answer = String::new();
     BufReader::new(&stream).read_line(&mut answer).expect("an answer");
-    assert!(answer.starts_with("{\"verbs_perf\":2,") && answer.contains("version 99"), "{answer}");
+    assert!(answer.starts_with("{\"verbs_perf\":3,") && answer.contains("version 99"), "{answer}");
     let server = server.end();
     assert_eq!(server.status.code(), Some(5), "{server}");
 }
