@@ -270,6 +270,15 @@ fn connect_makes_each_connection_anew() {
 }
 
 #[test]
+fn connections_at_once_go_to_as_many_workers_and_share_the_time() {
+    let _turn = device_turn();
+    let (report, _) = measured("connect", &["-n", "7", "--at-once", "4", "-e"]);
+    let row = &report["rows"][0];
+    assert_eq!(row["connections"].as_u64(), Some(8), "whole rounds");
+    assert!(number(&row["t_min_us"]) > 0.0 && number(&row["t_max_us"]) >= number(&row["t_typical_us"]), "{row}");
+}
+
+#[test]
 fn scale_has_a_row_for_each_step() {
     let _turn = device_turn();
     let (report, _) = measured("scale", &["-q", "3", "-n", "50"]);
@@ -347,7 +356,7 @@ fn another_version(test: &str) {
     let client = finish(with(&[test, "-p", &port, "127.0.0.1"]), PATIENCE);
     assert_eq!(client.status.code(), Some(5), "{client}");
     assert!(client.stderr.contains("version 99") && client.stderr.contains("is version 2"), "{client}");
-    assert!(other.join().expect("no panic").starts_with("{\"verbs_perf\":2,"));
+    assert!(other.join().expect("no panic").starts_with("{\"verbs_perf\":3,"));
 }
 
 #[test]
@@ -358,7 +367,7 @@ fn a_client_of_another_version_is_refused_and_told() {
     (&stream).write_all(b"{\"verbs_perf\":99,\"greetings\":[]}\n").expect("it listens");
     let mut answer = String::new();
     BufReader::new(&stream).read_line(&mut answer).expect("an answer");
-    assert!(answer.starts_with("{\"verbs_perf\":2,") && answer.contains("version 99"), "{answer}");
+    assert!(answer.starts_with("{\"verbs_perf\":3,") && answer.contains("version 99"), "{answer}");
     let server = server.end();
     assert_eq!(server.status.code(), Some(5), "{server}");
 }

@@ -459,8 +459,13 @@ pub trait Fabric: Send + Sync + Sized + 'static {
     /// The slabs that were made.
     fn slabs(&self) -> SlabSizes;
 
-    /// The port and GID that new QPs use.
+    /// The port and GID that new QPs use, read from the device: once for each attempt at a connection.
     fn port(&self) -> PortIdentity;
+
+    /// The same as last read: what the rest of the attempt goes by.
+    fn known_port(&self) -> PortIdentity {
+        self.port()
+    }
 
     /// Device, port and GID in words, and why they were chosen.
     fn path_reason(&self) -> String;

@@ -93,8 +93,12 @@ impl Plan {
             contenders: self.rate(bytes, None),
         };
         let connect = |addresses: [IpAddr; 2]| {
-            let contenders = vec![self.perf_connect(), Self::cmtime(addresses)];
-            latency("connect", "connection set-up", 1.0, contenders)
+            let contenders = vec![
+                self.perf_connect(CONNECTIONS),
+                Self::cmtime(addresses),
+                self.perf_connect(1).called("one after the other"),
+            ];
+            latency("connect", "connection set-up, all at once", 1.0, contenders)
         };
         let always = [
             latency(
@@ -158,8 +162,10 @@ impl Plan {
         self.perf("send-lat", words, "t_typical_us", self.iters)
     }
 
-    fn perf_connect(&self) -> Contender {
-        let words = vec!["-e".to_owned(), "-n".to_owned(), CONNECTIONS.to_string()];
+    /// cmtime makes its connections all at once, step by step, and tells each one's share.
+    fn perf_connect(&self, at_once: u64) -> Contender {
+        let (count, at_once) = (CONNECTIONS.to_string(), at_once.to_string());
+        let words = ["-e", "-n", &count, "--at-once", &at_once].map(str::to_owned).to_vec();
         self.perf("connect", words, "t_typical_us", CONNECTIONS)
     }
 

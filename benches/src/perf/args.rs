@@ -237,10 +237,17 @@ pub(crate) struct SendBw {
 pub(crate) struct Connect {
     #[command(flatten)]
     pub(crate) common: Common,
-    /// Connections, one after the other
+    /// Connections
     #[arg(short = 'n', long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) iters: u64,
+    /// So many of them at once, each to another worker of the server: all are begun, then awaited. Times are each
+    /// connection's share, as cmtime tells them. -n is rounded up to whole rounds
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=i64::from(AT_ONCE_MAX)))]
+    pub(crate) at_once: u32,
 }
+
+/// Connections that `connect` makes at once at most: each takes a worker of the server.
+pub(crate) const AT_ONCE_MAX: u32 = 64;
 
 #[derive(Clone, Debug, Args)]
 pub(crate) struct Scale {
@@ -302,6 +309,14 @@ impl TestArgs {
             Self::WriteBw(_) => Test::WriteBw,
             Self::Connect(_) => Test::Connect,
             Self::Scale(_) => Test::Scale,
+        }
+    }
+
+    /// Workers of the server.
+    pub(crate) fn servers(&self) -> u32 {
+        match self {
+            Self::Connect(Connect { at_once, .. }) => *at_once,
+            _ => 1,
         }
     }
 

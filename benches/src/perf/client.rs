@@ -18,15 +18,18 @@ use super::{
 };
 use crate::{environment::Environment, usage::CpuTime};
 
-/// Epochs of one peer that `connect` has at once at worst: one lives, the others are flushing.
-const EPOCHS_AT_ONCE: u32 = 8;
+/// Epochs of one peer that `connect` has at once at worst: one lives, the others are flushing. Of many peers fewer, since
+/// the next round begins only when nothing is left of the last.
+const EPOCHS_OF_ONE: u32 = 8;
+const EPOCHS_OF_MANY: u32 = 3;
 
 /// A client that has met its server.
 pub(crate) struct Client {
     pub(crate) node: Node,
     control: Control,
+    /// The first of `servers`.
     pub(crate) server: InstanceId,
-    pub(crate) server_address: WorkerAddress,
+    pub(crate) servers: Vec<(InstanceId, WorkerAddress)>,
     pub(crate) quiet: bool,
     header: Vec<Fact>,
     here: Environment,
@@ -57,34 +60,26 @@ impl Client {
         // A wrong device is said before anything else.
         drop(super::node::open(common, &setup, 1)?);
         let control = Control::dial(server, common.port, test, &signal)?;
-        let epochs = if test == Test::Connect { EPOCHS_AT_ONCE } else { 1 };
         for _ in 0..args.workers() {
-            node.add(common, &setup, epochs, control.local_ip)?;
+            node.add(common, &setup, args.servers() * epochs(args), control.local_ip)?;
         }
         let addresses = node.addresses();
         control.say(&Word::Hello(Box::new(Hello { test, setup, addresses })))?;
         let welcome = hear(&node, "the server's answer")?;
-        let Welcome { address, environment: there } = match welcome {
+        let Welcome { addresses, environment: there } = match welcome {
             Word::Welcome(welcome) => *welcome,
             Word::Refused { why } => return Err(Failure::Refused(why)),
             other => return Err(out_of_place(&other)),
         };
-        let address = from_hex(&address)?;
-        let mut id = None;
-        for member in &node.members {
-            id = Some(member.worker.register(&address)?);
+        let mut servers = Vec::new();
+        for address in &addresses {
+            let address = from_hex(address)?;
+            let ids =
+                node.members.iter().map(|member| member.worker.register(&address)).collect::<Result<Vec<_>, _>>()?;
+            servers.extend(ids.first().map(|id| (*id, address)));
         }
-        let server = id.ok_or_else(|| Failure::Protocol("no worker".to_owned()))?;
-        Ok(Self {
-            node,
-            control,
-            server,
-            server_address: address,
-            quiet: common.quiet,
-            header: Vec::new(),
-            here,
-            there,
-        })
+        let (server, _) = *servers.first().ok_or_else(|| Failure::Protocol("no worker".to_owned()))?;
+        Ok(Self { node, control, server, servers, quiet: common.quiet, header: Vec::new(), here, there })
     }
 
     fn test(&mut self, args: &TestArgs, began: &mut dyn FnMut(&Report)) -> Result<Report, Failure> {
@@ -222,7 +217,17 @@ fn setup(args: &TestArgs) -> Setup {
             chunk_bytes: args.rma().and_then(|rma| rma.chunk),
             send_wrs: common.tx_depth.filter(|_| args.test().is_rma()),
         }),
-        peers: if args.test() == Test::Connect { EPOCHS_AT_ONCE } else { args.workers() },
+        servers: args.servers(),
+        peers: args.workers() * epochs(args),
+    }
+}
+
+/// Epochs that one peer may need at once.
+fn epochs(args: &TestArgs) -> u32 {
+    match (args.test(), args.servers()) {
+        (Test::Connect, 1) => EPOCHS_OF_ONE,
+        (Test::Connect, _) => EPOCHS_OF_MANY,
+        _ => 1,
     }
 }
 

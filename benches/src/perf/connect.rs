@@ -1,5 +1,6 @@
 //! `connect`: from the call that connects to the proof that the connection carries messages: the TCP exchange, the queue
-//! pairs of both sides, and a PING that came back over them.
+//! pairs of both sides, and a PING that came back over them. One after the other, or `--at-once` so many, each to another
+//! worker of the server, and then each one's share of the time, as cmtime tells it.
 
 use std::time::Duration;
 
@@ -8,7 +9,7 @@ use super::{
     client::{Client, row},
     control::{Run, Serving},
     failure::Failure,
-    latency::histogram,
+    latency::{histogram, nanos},
     node::PATIENCE,
     progress::Progress,
     report::{Cell, Report},
@@ -18,10 +19,12 @@ pub(crate) fn run(client: &Client, args: &Connect, report: &mut Report) -> Resul
     let spec = Run { what: Serving::Count, peers: 1, ..Run::default() };
     let (times, tally, cpu) = client.run(spec, |_| {
         let mut times = histogram();
-        let _progress = Progress::start(client.quiet, "connections", Extent::Messages(args.iters), &client.node.signal);
-        for _ in 0..args.iters {
-            times.saturating_record(u64::try_from(once(client)?.as_nanos()).unwrap_or(u64::MAX));
-            client.node.signal.count_frame();
+        let (rounds, at_once) = (args.iters.div_ceil(args.at_once.into()), args.at_once);
+        let all = Extent::Messages(rounds * u64::from(at_once));
+        let _progress = Progress::start(client.quiet, "connections", all, &client.node.signal);
+        for _ in 0..rounds {
+            times.saturating_record_n(nanos(once(client)? / at_once), at_once.into());
+            (0..at_once).for_each(|_| client.node.signal.count_frame());
         }
         Ok(times)
     })?;
@@ -38,14 +41,20 @@ pub(crate) fn run(client: &Client, args: &Connect, report: &mut Report) -> Resul
         time("p99_us", "99% percentile[usec]", us(times.value_at_quantile(0.99))),
     ];
     report.rows.push(row(cells, cpu, tally.cpu, times.len()));
+    if args.at_once > 1 {
+        report.notes.push(format!("{} connections at once: the time of all, divided by their number", args.at_once));
+    }
     Ok(())
 }
 
-/// Ends the connection that there is, and makes another once nothing is left of it here.
+/// Ends the connections that there are, and makes others once nothing is left of them here.
 fn once(client: &Client) -> Result<Duration, Failure> {
     let worker = &client.node.members[0].worker;
-    worker.unregister(client.server);
+    for (server, _) in &client.servers {
+        worker.unregister(*server);
+    }
     client.node.wait("the old connection's end", Some(PATIENCE), || (worker.stats().qps == 0).then_some(()))?;
-    worker.register(&client.server_address)?;
-    client.node.connect(0, client.server)
+    let servers: Vec<_> =
+        client.servers.iter().map(|(_, address)| worker.register(address)).collect::<Result<_, _>>()?;
+    client.node.connect_all(0, &servers)
 }

@@ -24,7 +24,7 @@ use super::{
 use crate::{environment::Environment, usage::CpuTime};
 
 /// Changes with every change of the words below.
-pub(crate) const VERSION: u32 = 2;
+pub(crate) const VERSION: u32 = 3;
 
 /// No word and no beat for so long: the other side hangs, or its host is gone.
 const SILENCE: Duration = Duration::from_secs(30);
@@ -37,7 +37,7 @@ const LINE_MAX_BYTES: usize = 4 << 20;
 pub(crate) enum Word {
     /// Client: what it wants.
     Hello(Box<Hello>),
-    /// Server: its address.
+    /// Server: its addresses.
     Welcome(Box<Welcome>),
     /// Server: it will not.
     Refused { why: String },
@@ -60,7 +60,7 @@ pub(crate) enum Word {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Hello {
     pub(crate) test: Test,
-    /// How the server's worker is to be set up.
+    /// How the server's workers are to be set up.
     pub(crate) setup: Setup,
     /// Addresses of the client's workers, in hexadecimal.
     pub(crate) addresses: Vec<String>,
@@ -77,7 +77,9 @@ pub(crate) struct Setup {
     pub(crate) slab_bytes: Option<u32>,
     /// Whether workers have bulk memory, and its numbers.
     pub(crate) bulk: Option<BulkSetup>,
-    /// Peers of the server's worker.
+    /// The server's workers.
+    pub(crate) servers: u32,
+    /// Peers of each of them.
     pub(crate) peers: u32,
 }
 
@@ -90,7 +92,8 @@ pub(crate) struct BulkSetup {
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Welcome {
-    pub(crate) address: String,
+    /// Addresses of the server's workers, in hexadecimal.
+    pub(crate) addresses: Vec<String>,
     pub(crate) environment: Environment,
 }
 
@@ -340,7 +343,7 @@ mod tests {
     #[test]
     fn what_is_no_word_of_ours_is_an_error_and_not_a_panic() {
         for line in
-            [&b"GET / HTTP/1.1"[..], b"", b"{}", br#"{"verbs_perf":2}"#, br#"{"verbs_perf":2,"dance":{}}"#, b"\xff"]
+            [&b"GET / HTTP/1.1"[..], b"", b"{}", br#"{"verbs_perf":3}"#, br#"{"verbs_perf":3,"dance":{}}"#, b"\xff"]
         {
             assert!(matches!(parse(line, "x"), Err(Failure::Protocol(_))), "{line:?}");
         }

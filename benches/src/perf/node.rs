@@ -9,7 +9,7 @@ use std::{
 use bytes::Bytes;
 use tokio::{
     runtime::{Builder, Runtime},
-    task::JoinHandle,
+    task::{JoinHandle, JoinSet},
 };
 use verbs_rma::{Bulk, BulkConfig, Region, bulk::Notifications};
 use verbs_transport::{
@@ -135,15 +135,36 @@ impl Node {
 
     /// Connects a worker to a peer; how long it took until the connection was proven.
     pub(crate) fn connect(&self, member: usize, peer: InstanceId) -> Result<Duration, Failure> {
+        self.connect_all(member, &[peer])
+    }
+
+    /// Connects a worker to several peers at once; how long it took until the last connection was proven.
+    pub(crate) fn connect_all(&self, member: usize, peers: &[InstanceId]) -> Result<Duration, Failure> {
+        let worker = &self.members[member].worker;
         let began = Instant::now();
-        let worker = self.members[member].worker.clone();
-        let mut connecting = self.runtime.spawn(async move { worker.ensure_connected(peer).await });
-        // Where nobody else polls the connection is proven here.
-        let connected =
-            self.wait("the connection", Some(PATIENCE), || connecting.is_finished().then(|| began.elapsed()))?;
-        let result = self.runtime.block_on(&mut connecting);
-        result.map_err(|error| Failure::System(Arc::new(error.into())))??;
-        Ok(connected)
+        let mut attempts = JoinSet::new();
+        for &peer in peers {
+            let (worker, signal) = (worker.clone(), self.signal.clone());
+            let attempt = async move {
+                let result = worker.ensure_connected(peer).await;
+                let took = began.elapsed();
+                signal.tell(); // else whoever waits looks at the end of its sleep
+                result.map(|()| took)
+            };
+            attempts.spawn_on(attempt, self.runtime.handle());
+        }
+        // Where nobody else polls the connections are proven here.
+        let mut last = Duration::ZERO;
+        self.wait("the connection", Some(PATIENCE), || {
+            loop {
+                match attempts.try_join_next() {
+                    Some(Ok(Ok(took))) => last = last.max(took),
+                    Some(Ok(Err(error))) => return Some(Err(error.into())),
+                    Some(Err(error)) => return Some(Err(Failure::System(Arc::new(error.into())))),
+                    None => return attempts.is_empty().then_some(Ok(last)),
+                }
+            }
+        })?
     }
 
     /// Polls, or sleeps, until `found` gives something. An error: the trouble that came first, or `patience` without a

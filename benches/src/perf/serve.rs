@@ -13,7 +13,7 @@ use verbs_rma::Region;
 use verbs_transport::{InstanceId, MessageType, fabric::bulk::Access};
 
 use super::{
-    args::{Common, Test, TestArgs},
+    args::{AT_ONCE_MAX, Common, Test, TestArgs},
     control::{Control, Expose, Exposed, Hello, Run, Serving, Setup, Tally, Welcome, Word},
     failure::Failure,
     node::{self, Node, OnFrame, PATIENCE, from_hex},
@@ -37,6 +37,7 @@ pub(crate) fn serve(args: &TestArgs) -> Result<Report, Failure> {
         signal_every: None,
         slab_bytes: None,
         bulk: None,
+        servers: 1,
         peers: 1,
     };
     drop(node::open(common, &setup, 1)?);
@@ -98,14 +99,15 @@ fn session(common: &Common, met: Met) -> Result<Report, Failure> {
 }
 
 fn serve_runs(common: &Common, control: &Control, hello: &Hello, node: &mut Node) -> Result<Report, Failure> {
-    node.add(common, &hello.setup, hello.setup.peers, control.local_ip)?;
     let mut clients = BTreeSet::new();
-    for address in &hello.addresses {
-        clients.insert(node.members[0].worker.register(&from_hex(address)?)?);
+    for _ in 0..hello.setup.servers.clamp(1, AT_ONCE_MAX) {
+        node.add(common, &hello.setup, hello.setup.peers, control.local_ip)?;
+    }
+    for (member, address) in node.members.iter().flat_map(|member| hello.addresses.iter().map(move |at| (member, at))) {
+        clients.insert(member.worker.register(&from_hex(address)?)?);
     }
     let environment = Environment::read();
-    let address = node.addresses().swap_remove(0);
-    control.say(&Word::Welcome(Box::new(Welcome { address, environment })))?;
+    control.say(&Word::Welcome(Box::new(Welcome { addresses: node.addresses(), environment })))?;
     let mut seen = Seen::default();
     let mut before = CpuTime::of_this_process();
     let mut exposed = None;

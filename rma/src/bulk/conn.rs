@@ -20,10 +20,11 @@ use tokio::{
 };
 use verbs_bootstrap::{
     AcceptError, DialError, DialFailed, DialStart, Dialed, Exchange, Generation, HelloVerdict, Incarnation, InstanceId,
-    LifeSocket, Net, Offer, Plane, Psn, QpEndpoint, RdAtomic, Refusal, RegisterVerdict, ReplyVerdict, Status,
+    LifeSocket, Net, Offer, Plane, PortIdentity, Psn, QpEndpoint, RdAtomic, Refusal, RegisterVerdict, ReplyVerdict,
+    Status,
 };
 use verbs_transport::{
-    BoxFuture, BulkAcceptor, EpochEnd, FEATURE_RMA, PeerObserver, Worker,
+    BoxFuture, BulkAcceptor, EpochEnd, FEATURE_RMA, PeerObserver,
     fabric::{
         CreateQpError, Fabric, QpPath,
         bulk::{BulkCaps, BulkFabric, BulkPort, BulkQp},
@@ -280,7 +281,7 @@ impl<F: BulkFabric> Shared<F> {
         RdAtomic { initiator: limits.initiator.min(most), responder: limits.responder.min(most) }
     }
 
-    fn offer(&self, worker: &Worker<F>, epoch: &Epoch<F>, to: &Addressee) -> Offer {
+    fn offer(&self, port: PortIdentity, epoch: &Epoch<F>, to: &Addressee) -> Offer {
         Offer {
             from: self.me.instance,
             from_incarnation: self.me.incarnation,
@@ -288,7 +289,7 @@ impl<F: BulkFabric> Shared<F> {
             to_incarnation: to.incarnation,
             generation: epoch.generation,
             echoed_generation: to.generation,
-            port: worker.fabric().port(),
+            port,
             plane: Plane::Bulk,
             qp: QpEndpoint { qpn: epoch.qp.qpn(), psn: epoch.psn },
             rd_atomic: self.rd_atomic(),
@@ -308,7 +309,7 @@ impl<F: BulkFabric> Shared<F> {
         dialed: bool,
     ) -> Result<(), BulkEnd> {
         let worker = self.worker.upgrade().ok_or(BulkEnd::ShuttingDown)?;
-        let port = worker.fabric().port();
+        let port = worker.fabric().known_port();
         let rd_atomic = agreed(self.rd_atomic(), remote.rd_atomic);
         let (qp, path) = {
             let state = conn.lock();
@@ -514,7 +515,9 @@ fn wanted_step<F: BulkFabric>(shared: &Arc<Shared<F>>, conn: &Arc<Conn<F>>, stat
             }
             let to = Addressee { instance: conn.peer, incarnation: target, generation: echoed };
             match &state.epoch {
-                Some(epoch) => Step::Dial(Box::new(shared.offer(&worker, epoch, &to)), address.bootstrap),
+                Some(epoch) => {
+                    Step::Dial(Box::new(shared.offer(worker.fabric().port(), epoch, &to)), address.bootstrap)
+                }
                 None => Step::Done,
             }
         }
@@ -672,7 +675,7 @@ async fn answer_hello<F: BulkFabric>(shared: Arc<Shared<F>>, hello: Offer) -> Re
         return Err(Refusal::new(Status::Internal, "the epoch ended before the reply"));
     };
     let to = Addressee { instance: hello.from, incarnation: hello.from_incarnation, generation: hello.generation };
-    Ok(shared.offer(&worker, epoch, &to))
+    Ok(shared.offer(worker.fabric().known_port(), epoch, &to))
 }
 
 impl<F: BulkFabric> BulkAcceptor<StreamOf<F>> for Hooks<F> {

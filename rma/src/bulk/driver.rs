@@ -6,6 +6,7 @@
 //! | file | has |
 //! |---|---|
 //! | here | the task: its turns, its sleep, its news |
+//! | `alarm` | when it wakes by itself |
 //! | `transfers` | a transfer from its start to its one end |
 //! | `live` | a connection that is up, and what is posted on it |
 //! | `completions` | what completions say |
@@ -13,6 +14,7 @@
 //! | `idle` | connections that nobody needs any more |
 //! | `notifications` | what peers tell, for the application |
 
+mod alarm;
 mod completions;
 mod idle;
 mod live;
@@ -24,7 +26,6 @@ use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
     future::poll_fn,
     sync::Arc,
-    time::Duration,
 };
 
 use tokio::{sync::mpsc, time::Instant};
@@ -34,6 +35,7 @@ use verbs_transport::fabric::bulk::{BulkFabric, BulkPort, BulkWc};
 pub(super) use self::live::CONTROL;
 pub use self::notifications::{Notification, Notifications};
 use self::{
+    alarm::Alarm,
     completions::Failure,
     live::Live,
     retired::{Retired, SWEEP_EVERY},
@@ -70,6 +72,9 @@ pub(crate) enum News<F: BulkFabric> {
     Shutdown,
 }
 
+/// Turns with something to do before other tasks of the thread get theirs.
+const TURNS_BEFORE_YIELD: u32 = 4;
+
 /// Why there is no connection for a transfer.
 pub(crate) enum NoConnection {
     Ended(Arc<BulkEnd>),
@@ -90,6 +95,9 @@ pub(crate) struct Driver<F: BulkFabric> {
     inbox: mpsc::UnboundedReceiver<News<F>>,
     notifications: mpsc::UnboundedSender<(Notification, u32)>,
     wcs: Vec<BulkWc>,
+    /// A wake-up was asked for and has not come: completions that are not seen yet will bring it.
+    armed: bool,
+    alarm: Alarm,
     /// The device is lost: nothing is polled any more.
     lost: bool,
     closing: bool,
@@ -109,6 +117,8 @@ impl<F: BulkFabric> Driver<F> {
             inbox,
             notifications,
             wcs: Vec::new(),
+            armed: false,
+            alarm: Alarm::new(),
             lost: false,
             closing: false,
             shared: shared.clone(),
@@ -118,20 +128,27 @@ impl<F: BulkFabric> Driver<F> {
 
     /// Runs until all is taken down.
     pub(crate) async fn run(mut self) {
+        let mut busy_turns = 0;
         loop {
-            let polled = self.turn(false);
+            let polled = self.turn();
             let posted = self.pump_all();
             if self.closing && self.live.is_empty() && self.retired.is_empty() && self.peers.is_empty() {
                 break;
             }
             if polled || posted {
-                tokio::task::yield_now().await;
+                // Rarely, for it costs a look at the reactor; whoever was told of an end runs at the latest when this task
+                // sleeps.
+                busy_turns += 1;
+                if busy_turns % TURNS_BEFORE_YIELD == 0 {
+                    tokio::task::yield_now().await;
+                }
                 continue;
             }
-            // The news that it takes in may have brought something to post, for which no completion would wake this task.
-            if self.turn(true) || self.pump_all() {
+            // A completion that came before the arming wakes nobody: one more turn.
+            if self.arm() {
                 continue;
             }
+            busy_turns = 0;
             self.sleep().await;
         }
         // No QP is left, so no operation is, nor a window: whoever still maps rolls back.
@@ -142,13 +159,12 @@ impl<F: BulkFabric> Driver<F> {
         shared.over.send_replace(true);
     }
 
-    /// Takes in what there is; with `arm`, asks for a wake-up before it looks at completions. Whether any came.
-    fn turn(&mut self, arm: bool) -> bool {
+    /// Takes in what there is. Whether any completion came.
+    fn turn(&mut self) -> bool {
         self.take_news();
         let mut polled = 0;
         if !self.lost {
-            let armed = if arm { self.shared.port.arm() } else { Ok(()) };
-            match armed.and_then(|()| self.poll()) {
+            match self.poll() {
                 Ok(some) => polled = some,
                 Err(error) => self.on_device_lost(&error),
             }
@@ -161,9 +177,22 @@ impl<F: BulkFabric> Driver<F> {
         polled > 0
     }
 
+    /// Asks for a wake-up, unless one is due already. Whether it did.
+    fn arm(&mut self) -> bool {
+        if self.armed || self.lost {
+            return false;
+        }
+        match self.shared.port.arm() {
+            Ok(()) => self.armed = true,
+            Err(error) => self.on_device_lost(&error),
+        }
+        true
+    }
+
     async fn sleep(&mut self) {
-        let due = self.next_due();
-        let far = Instant::now() + Duration::from_secs(3600);
+        if let Some(due) = self.next_due() {
+            self.alarm.by(due);
+        }
         let (shared, lost) = (&self.shared, self.lost);
         tokio::select! {
             biased;
@@ -173,11 +202,12 @@ impl<F: BulkFabric> Driver<F> {
                 }
             }
             woken = poll_fn(|cx| shared.port.poll_wake(cx)), if !lost => {
+                self.armed = false;
                 if let Err(error) = woken {
                     self.on_device_lost(&error);
                 }
             }
-            () = tokio::time::sleep_until(due.unwrap_or(far)), if due.is_some() => {}
+            () = self.alarm.rings(), if self.alarm.is_set() => {}
         }
     }
 

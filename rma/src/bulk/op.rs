@@ -13,7 +13,7 @@ use std::{
 };
 
 use tokio::{
-    sync::{AcquireError, OwnedSemaphorePermit, oneshot},
+    sync::{AcquireError, OwnedSemaphorePermit, TryAcquireError, oneshot},
     time::Instant,
 };
 use verbs_bootstrap::InstanceId;
@@ -217,6 +217,22 @@ impl<F: BulkFabric> Transfer<F> {
         Ok(Some(held))
     }
 
+    /// Hands it to the driver; its end, when that was all.
+    fn begin(&mut self, permit: Result<OwnedSemaphorePermit, TransferError>) -> Option<Result<(), TransferError>> {
+        match permit.and_then(|permit| self.submit(permit)) {
+            Ok(Some(runs)) => {
+                self.stage = runs;
+                None
+            }
+            other => {
+                self.stage = Stage::Over;
+                let end = other.map(drop);
+                self.shared.counters.end_transfer(&end);
+                Some(end)
+            }
+        }
+    }
+
     fn submit(&mut self, permit: OwnedSemaphorePermit) -> Result<Option<Stage>, TransferError> {
         if self.handle.cancelled.load(Relaxed) {
             return Err(TransferError::Cancelled);
@@ -259,20 +275,22 @@ impl<F: BulkFabric> Future for Transfer<F> {
             match &mut self.stage {
                 Stage::New => {
                     let permits = self.shared.permits.clone();
-                    self.stage = Stage::Waits(Box::pin(permits.acquire_owned()));
+                    let begun = match permits.clone().try_acquire_owned() {
+                        Ok(permit) => self.begin(Ok(permit)),
+                        Err(TryAcquireError::Closed) => self.begin(Err(TransferError::ShuttingDown)),
+                        Err(TryAcquireError::NoPermits) => {
+                            self.stage = Stage::Waits(Box::pin(permits.acquire_owned()));
+                            continue;
+                        }
+                    };
+                    if let Some(end) = begun {
+                        return Poll::Ready(end);
+                    }
                 }
                 Stage::Waits(permit) => {
-                    let permit = ready!(permit.as_mut().poll(cx));
-                    let submitted =
-                        permit.map_err(|_| TransferError::ShuttingDown).and_then(|permit| self.submit(permit));
-                    match submitted {
-                        Ok(Some(runs)) => self.stage = runs,
-                        other => {
-                            self.stage = Stage::Over;
-                            let end = other.map(drop);
-                            self.shared.counters.end_transfer(&end);
-                            return Poll::Ready(end);
-                        }
+                    let permit = ready!(permit.as_mut().poll(cx)).map_err(|_| TransferError::ShuttingDown);
+                    if let Some(end) = self.begin(permit) {
+                        return Poll::Ready(end);
                     }
                 }
                 Stage::Runs(answer) => {

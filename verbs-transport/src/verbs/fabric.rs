@@ -124,8 +124,12 @@ impl Shared {
         self.context.gid_at(port.port, index).is_some_and(|slot| slot.gid == gid && slot.gid_type == port.gid_type)
     }
 
-    /// The port, with our GID found again by value should it have moved in the table; `None` when it is gone.
+    /// The port, with our GID found again by value should it have moved in the table; `None` when it is gone. The rest of it
+    /// is as the attempt at this connection has read it.
     pub(super) fn current_port(&self) -> Option<PortIdentity> {
+        if self.gid_is_current() {
+            return Some(self.port());
+        }
         let port = self.refresh();
         self.holds(port.gid_index, port.gid, port).then_some(port)
     }
@@ -208,6 +212,10 @@ impl<N: Net> Fabric for DeviceFabric<N> {
     /// above the link's hangs.
     fn port(&self) -> PortIdentity {
         self.shared.refresh()
+    }
+
+    fn known_port(&self) -> PortIdentity {
+        self.shared.port()
     }
 
     fn path_reason(&self) -> String {

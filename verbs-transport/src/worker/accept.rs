@@ -165,7 +165,7 @@ impl<F: Fabric> Acceptor for Accept<F> {
             };
             let to =
                 Addressee { instance: hello.from, incarnation: hello.from_incarnation, generation: hello.generation };
-            Ok(shared.offer(epoch, &to))
+            Ok(shared.offer(epoch, &to, shared.fabric.known_port()))
         };
         answered.instrument(span)
     }

@@ -108,8 +108,8 @@ impl<F: Fabric> Shared<F> {
         }
     }
 
-    /// What this side says to the peer about its epoch.
-    pub(super) fn offer(&self, epoch: &Epoch<F>, to: &Addressee) -> Offer {
+    /// What this side says to the peer about its epoch, and about its port as the attempt has found it.
+    pub(super) fn offer(&self, epoch: &Epoch<F>, to: &Addressee, port: PortIdentity) -> Offer {
         Offer {
             from: self.me.instance,
             from_incarnation: self.me.incarnation,
@@ -117,7 +117,7 @@ impl<F: Fabric> Shared<F> {
             to_incarnation: to.incarnation,
             generation: epoch.generation,
             echoed_generation: to.generation,
-            port: self.fabric.port(),
+            port,
             plane: Plane::Messaging,
             qp: QpEndpoint { qpn: epoch.qp.qpn(), psn: epoch.psn },
             rd_atomic: self.fabric.limits().rd_atomic,
@@ -157,7 +157,7 @@ pub(super) async fn bring_up<F: Fabric>(
     remote: &Offer,
     dialed: bool,
 ) -> Result<(), EpochEnd> {
-    let port = shared.fabric.port();
+    let port = shared.fabric.known_port();
     let (qp, path) = {
         let state = peer.lock();
         let epoch = of_generation(&state, generation).ok_or(EpochEnd::Replaced)?;
@@ -255,7 +255,7 @@ fn spawn_proof_timer<F: Fabric>(
     path: &QpPath,
 ) -> tokio::task::AbortHandle {
     let after = shared.config.proof_deadline;
-    let port = shared.fabric.port();
+    let port = shared.fabric.known_port();
     let (remote, mtu_bytes) = (path.remote_port.gid, path.mtu.bytes());
     let (weak, peer) = (Arc::downgrade(shared), peer.clone());
     shared.spawn(async move {

@@ -104,7 +104,7 @@ fn decide_step<F: Fabric>(
             match &state.epoch {
                 Some(epoch) => {
                     let until = dial_until(shared.now(), wanted_since, shared.config.bootstrap.deadline);
-                    Step::Dial(Box::new(shared.offer(epoch, &to)), addrs, until)
+                    Step::Dial(Box::new(shared.offer(epoch, &to, shared.fabric.port())), addrs, until)
                 }
                 None => Step::Done,
             }

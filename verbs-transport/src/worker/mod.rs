@@ -324,7 +324,7 @@ impl<F: Fabric> Worker<F> {
 
     /// Whether one of the peer's ports can meet ours.
     fn eligible(&self, endpoint: &Endpoint) -> Result<(), RegisterError> {
-        let port = self.shared().fabric.port();
+        let port = self.shared().fabric.known_port();
         let problem = |hint: &DeviceHint| {
             let theirs = PortIdentity { gid: hint.gid, gid_type: hint.gid_type, gid_index: hint.gid_index, ..port };
             cannot_meet(&port, &theirs)

@@ -93,23 +93,22 @@ impl<F: BulkFabric> Driver<F> {
 
     /// Posts what may be posted, a few to each peer. Whether there was anything.
     pub(super) fn pump_all(&mut self) -> bool {
-        let peers: Vec<InstanceId> = self.live.keys().copied().collect();
+        let Self { live, windows, shared, .. } = self;
         let mut posted = false;
-        for peer in peers {
-            let Some(live) = self.live.get_mut(&peer) else { continue };
+        for (peer, live) in live {
             let tag = live.tag;
-            let windows = self.windows.pump(tag, &live.qp, live.windows_posted);
+            let windows = windows.pump(tag, &live.qp, live.windows_posted);
             let pumped = windows.and_then(|new| {
                 if new > 0 && live.in_flight() == 0 {
                     live.last_progress = Instant::now();
                 }
                 live.windows_posted += new;
-                Ok(live.pump(&self.shared)? || new > 0)
+                Ok(live.pump(shared)? || new > 0)
             });
             match pumped {
                 Ok(some) => posted |= some,
                 Err(cause) => {
-                    self.shared.end_epoch(&self.shared.conn(peer), tag, cause);
+                    shared.end_epoch(&shared.conn(*peer), tag, cause);
                     posted = true;
                 }
             }
