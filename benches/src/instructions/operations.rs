@@ -98,7 +98,9 @@ impl Operation {
             Self::GetChunk => get(&runtime),
             Self::ReceiveStream => Pair::new(&runtime, NO_GRANT, true)?.rounds(self),
             // Credits of the default window, so that nothing but this is different from a program's.
-            Self::Message | Self::SendWaiting => Pair::new(&runtime, Config::default().window_slabs, false)?.rounds(self),
+            Self::Message | Self::SendWaiting => {
+                Pair::new(&runtime, Config::default().window_slabs, false)?.rounds(self)
+            }
             Self::GrantSent | Self::GrantTaken => Pair::new(&runtime, GRANT_EACH_BURST, false)?.rounds(self),
             _ => Pair::new(&runtime, NO_GRANT, false)?.rounds(self),
         }
