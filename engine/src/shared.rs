@@ -359,6 +359,7 @@ impl Shared {
             connections_dialled: self.counters.dialled.get(),
             connections_reused: self.counters.reused.get(),
             rdma_completed: self.counters.rdma_completed.get(),
+            rdma_sliced: self.counters.rdma_sliced.get(),
             rdma_fallbacks: self.counters.rdma_fallbacks.get(),
             rdma_retries: self.counters.rdma_retries.get(),
             direct_ranges: self.source.registry.direct_ranges(),

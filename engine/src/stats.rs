@@ -51,6 +51,8 @@ pub struct Stats {
     pub connections_reused: u64,
     /// Requests that completed over RDMA, since the start.
     pub rdma_completed: u64,
+    /// Of these, requests that went over several pairs of devices at once.
+    pub rdma_sliced: u64,
     /// Requests that were to go over RDMA and went over TCP, since the start.
     pub rdma_fallbacks: u64,
     /// Times that a request went on to another pair of devices, since the start.
@@ -62,6 +64,9 @@ pub struct Stats {
     pub direct_ranges: u64,
     /// Requests that completed with the direct profile, since the start.
     pub direct_completed: u64,
+    /// Requests of peers over several pairs of devices at once that the source serves: until the receipt of each pair is
+    /// in, or its QP is destroyed.
+    pub rdma_parents: u64,
     /// Grants of the source that a device may use, or that are being taken back.
     pub grants: u64,
     /// Their bytes.
@@ -97,10 +102,12 @@ pub struct NicStats {
     /// What it was seen to do, in bytes a second: a tenth of the latest request and nine of what was known before. `None`
     /// before one of 64 KiB or more.
     pub estimated_bytes_per_second: Option<u64>,
-    /// Requests that completed over it, since the start.
+    /// Requests that completed over it, or in part over it, since the start.
     pub requests_completed: u64,
-    /// Their bytes.
+    /// Their bytes, as far as they went over it.
     pub bytes_completed: u64,
+    /// Of these, bytes of requests that went over several pairs of devices at once.
+    pub sliced_bytes_completed: u64,
 }
 
 /// Counts since the start.
@@ -114,6 +121,7 @@ pub(crate) struct Counters {
     pub(crate) dialled: Counter,
     pub(crate) reused: Counter,
     pub(crate) rdma_completed: Counter,
+    pub(crate) rdma_sliced: Counter,
     pub(crate) rdma_fallbacks: Counter,
     pub(crate) rdma_retries: Counter,
     pub(crate) direct_completed: Counter,

@@ -42,9 +42,9 @@ fn slow(rate: u64) -> Port {
     Port { rate, ..QUICK }
 }
 
-/// Peers that do not answer are noticed at once.
+/// Peers that do not answer are noticed at once. Each request goes over one pair: `rdma_spread` is about several.
 fn rdma(rail_choice: RailChoice) -> RdmaConfig {
-    RdmaConfig { ack_timeout_code: 10, retry_cnt: 1, rail_choice, ..RdmaConfig::default() }
+    RdmaConfig { ack_timeout_code: 10, retry_cnt: 1, rail_choice, spread: false, ..RdmaConfig::default() }
 }
 
 impl Rig {

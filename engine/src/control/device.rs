@@ -1,4 +1,4 @@
-//! The seam between a source's connections and a device that carries out operations 4 and 5.
+//! The seam between a source's connections and devices that carry out operations 4 to 7.
 
 use std::any::Any;
 
@@ -20,7 +20,11 @@ pub(crate) struct DeviceCall<'a> {
     pub(crate) request: &'a [u8; REQUEST_BYTES],
     /// As they came.
     pub(crate) ask: &'a [u8; ASK_BYTES],
+    /// As it came; empty if it is to come.
+    pub(crate) plan: &'a [u8],
     pub(crate) direction: Direction,
+    /// Over several pairs of devices at once.
+    pub(crate) sliced: bool,
     pub(crate) access: Access,
     /// To be held until no device can touch anything for this operation any more.
     pub(crate) inside: Admitted,

@@ -13,8 +13,8 @@ pub(crate) use device::{DeviceCall, DeviceSource};
 pub(crate) use source::Access;
 pub(crate) use source::{Kind, Operation, Source};
 pub(crate) use wire::{
-    ASK_BYTES, COMMIT_BYTE, Descriptor, Opcode, REPLY_BYTES, REQUEST_BYTES, Reply, Request, decode_descriptors,
-    describe_bytes_max,
+    ASK_BYTES, COMMIT_BYTE, Descriptor, Opcode, PLAN_BYTES, REPLY_BYTES, REQUEST_BYTES, Reply, Request,
+    decode_descriptors, describe_bytes_max,
 };
 pub use wire::{Status, WireError};
 #[cfg(feature = "rdma")]

@@ -21,7 +21,7 @@ pub(crate) struct Source {
     pub(crate) max_payload_bytes: u64,
     pub(crate) max_notification_bytes: u64,
     pub(crate) serve_direct: ServeDirect,
-    /// Operations 4 and 5 can be carried out.
+    /// Operations 4 to 7 can be carried out.
     pub(crate) has_device: bool,
 }
 
@@ -39,8 +39,8 @@ pub(crate) enum Kind {
     Read(Access),
     /// Say ready, take the body, commit it.
     Write(Access),
-    /// Grant the range to a device, once.
-    Rdma { direction: Direction, access: Access },
+    /// Grant the range to a device, once; or to several, each its part.
+    Rdma { direction: Direction, sliced: bool, access: Access },
     /// Say ready, take the body, enqueue it.
     Notify { room: Reservation, name_bytes: usize, message_bytes: usize },
 }
@@ -73,12 +73,13 @@ impl Source {
             Opcode::Read => Kind::Read(self.access(request)?),
             Opcode::Write => Kind::Write(self.access(request)?),
             Opcode::Notify => self.notify(request)?,
-            Opcode::RdmaRead | Opcode::RdmaWrite if self.has_device => {
-                let direction = if request.opcode == Opcode::RdmaRead { Direction::Read } else { Direction::Write };
-                Kind::Rdma { direction, access: self.access(request)? }
-            }
             Opcode::RdmaRead | Opcode::RdmaWrite | Opcode::SlicedRdmaRead | Opcode::SlicedRdmaWrite => {
-                return Err(Status::BackendUnavailable);
+                if !self.has_device {
+                    return Err(Status::BackendUnavailable);
+                }
+                let write = matches!(request.opcode, Opcode::RdmaWrite | Opcode::SlicedRdmaWrite);
+                let direction = if write { Direction::Write } else { Direction::Read };
+                Kind::Rdma { direction, sliced: request.opcode.is_sliced(), access: self.access(request)? }
             }
         };
         Ok(Operation { kind, inside })
@@ -91,6 +92,9 @@ impl Source {
             Opcode::Write | Opcode::RdmaWrite => {
                 (permission.allows_write(), matches!(self.serve_direct, ServeDirect::All))
             }
+            // Over several pairs bytes always go by way of staging.
+            Opcode::SlicedRdmaWrite => (permission.allows_write(), false),
+            Opcode::SlicedRdmaRead => (permission.allows_read(), false),
             _ => (permission.allows_read(), matches!(self.serve_direct, ServeDirect::Reads | ServeDirect::All)),
         };
         if !allowed {

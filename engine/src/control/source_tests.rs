@@ -92,6 +92,10 @@ fn a_direct_request_is_for_a_source_that_serves_them() {
             assert_eq!(answer(&source, &direct(opcode, both, 1)), beyond, "before the range");
             assert_eq!(answer(&source, &request(opcode, EPOCH, both, 0, 8)), None, "staged, as ever");
         }
+        for opcode in [Opcode::SlicedRdmaRead, Opcode::SlicedRdmaWrite] {
+            assert_eq!(answer(&source, &direct(opcode, both, 0)), Some(Status::DirectRefused), "over one pair only");
+            assert_eq!(answer(&source, &request(opcode, EPOCH, both, 0, 8)), None, "staged");
+        }
         assert_eq!(answer(&source, &direct(Opcode::Write, read_only, 0)), Some(Status::PermissionDenied));
     }
 }

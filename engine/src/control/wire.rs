@@ -20,8 +20,12 @@ const _: () = assert!(FLAGS_AT == KIND_AT + 1, "magic, version, kind, flags");
 const DIRECT: u8 = 1;
 pub(crate) const REQUEST_BYTES: usize = 52;
 pub(crate) const REPLY_BYTES: usize = 36;
-/// Behind a request for operation 4 or 5.
+/// Behind a request for operations 4 to 7.
 pub(crate) const ASK_BYTES: usize = 100;
+/// Behind the ask for operations 6 and 7, if it names a pair of QPs that is kept.
+pub(crate) const PLAN_BYTES: usize = 1940;
+/// Where the names of a kept pair stand in an ask: zeros if there is none.
+const KEPT_NAMES_AT: usize = 52;
 const DESCRIPTOR_BYTES: usize = 32;
 const COUNT_BYTES: usize = 4;
 /// More regions than this are in no description.
@@ -187,6 +191,14 @@ pub enum WireError {
         /// What must come; 0 if nothing.
         due: u8,
     },
+    /// A plan of rails, for an operation over several pairs of devices, that does not cover the request once.
+    #[error("rail {rail} of a plan {reason}")]
+    Plan {
+        /// Which, from 0.
+        rail: usize,
+        /// What is wrong with it.
+        reason: &'static str,
+    },
     /// The last byte of a notification is wrong.
     #[error("a notification ends with {found:#04x} instead of the commit byte")]
     Commit {
@@ -230,7 +242,17 @@ pub(crate) struct Descriptor {
 impl Opcode {
     /// Whether more comes behind the request, at once.
     pub(crate) fn has_ask(self) -> bool {
-        matches!(self, Self::RdmaRead | Self::RdmaWrite)
+        matches!(self, Self::RdmaRead | Self::RdmaWrite | Self::SlicedRdmaRead | Self::SlicedRdmaWrite)
+    }
+
+    /// Whether it goes over several pairs of devices.
+    pub(crate) fn is_sliced(self) -> bool {
+        matches!(self, Self::SlicedRdmaRead | Self::SlicedRdmaWrite)
+    }
+
+    /// Whether a plan follows the ask at once.
+    pub(crate) fn has_plan(self, ask: &[u8; ASK_BYTES]) -> bool {
+        self.is_sliced() && ask[KEPT_NAMES_AT..].iter().any(|byte| *byte != 0)
     }
 
     /// Whether it is about bytes of a range, and so has a profile.

@@ -1,5 +1,5 @@
 //! Pairs of QPs of the requester that wait for the next operation with the same life of the same peer, each with the
-//! control connection that it was made over.
+//! control connection that it was made over; those of an operation over several pairs wait together.
 //!
 //! One is kept only after READY, when neither side owes anything. When a peer's epoch is seen to have changed, all of
 //! the old one are given up.
@@ -18,10 +18,21 @@ use crate::{Epoch, tcp::is_quiet};
 /// Which life of which engine.
 pub(crate) type Peer = (SocketAddr, Epoch);
 
-/// A pair and its control connection.
+/// One pair, or several, and their control connection.
 pub(crate) struct Kept<F: BulkFabric> {
     pub(crate) stream: TcpStream,
-    pub(crate) link: Link<F>,
+    /// At least one; several in the order of their plan.
+    pub(crate) links: Vec<Link<F>>,
+    /// What several are known by together.
+    pub(crate) set: Option<SetNames>,
+}
+
+/// The names of several pairs together, and the last grant of all of them.
+#[derive(Clone, Copy)]
+pub(crate) struct SetNames {
+    pub(crate) source_link: Incarnation,
+    pub(crate) requester_link: Incarnation,
+    pub(crate) last_generation: u64,
 }
 
 pub(crate) struct Cache<F: BulkFabric> {
@@ -47,20 +58,20 @@ impl<F: BulkFabric> Cache<F> {
         Self { max_kept, idle, state: Mutex::new(State { closed: false, kept: Vec::new() }) }
     }
 
-    /// The one used last between these protection domains, ours and the peer's, if it is still good.
-    pub(crate) fn take(&self, peer: Peer, pds: (Incarnation, Incarnation)) -> Option<Kept<F>> {
+    /// The one used last between exactly these protection domains, ours and the peer's, if it is still good.
+    pub(crate) fn take(&self, peer: Peer, pds: &[(Incarnation, Incarnation)]) -> Option<Kept<F>> {
         // What is given up is dropped without the lock.
         let mut useless = self
             .forget(|entry, idle| entry.since.elapsed() >= idle || (entry.peer.0 == peer.0 && entry.peer.1 != peer.1));
         let mut state = self.lock();
         let mut found = None;
         let is_it = |entry: &Entry<F>| {
-            let names = entry.kept.link.names;
-            entry.peer == peer && (names.requester_pd, names.source_pd) == pds
+            let own = entry.kept.links.iter().map(|link| (link.names.requester_pd, link.names.source_pd));
+            entry.peer == peer && own.eq(pds.iter().copied())
         };
         while let Some(at) = state.kept.iter().rposition(is_it) {
             let entry = state.kept.remove(at);
-            if is_quiet(&entry.kept.stream) && entry.kept.link.is_usable() {
+            if is_quiet(&entry.kept.stream) && entry.kept.links.iter().all(Link::is_usable) {
                 found = Some(entry.kept);
                 break;
             }
@@ -72,7 +83,7 @@ impl<F: BulkFabric> Cache<F> {
     }
 
     pub(crate) fn put(&self, peer: Peer, mut kept: Kept<F>) {
-        kept.link.park();
+        kept.links.iter_mut().for_each(Link::park);
         let entry = Entry { peer, since: Instant::now(), kept };
         let mut state = self.lock();
         if self.max_kept == 0 || state.closed {
@@ -89,7 +100,7 @@ impl<F: BulkFabric> Cache<F> {
     /// Of those on this protection domain of ours gives up the one that has been idle longest; whether there was one.
     pub(crate) fn evict(&self, pd: Incarnation) -> bool {
         let mut state = self.lock();
-        let at = state.kept.iter().position(|entry| entry.kept.link.names.requester_pd == pd);
+        let at = state.kept.iter().position(|entry| entry.kept.links.iter().any(|link| link.names.requester_pd == pd));
         let oldest = at.map(|at| state.kept.remove(at));
         drop(state);
         oldest.is_some()

@@ -39,6 +39,10 @@ pub struct RdmaConfig {
     pub retry_cnt: u8,
     /// Which of several devices an operation goes over. Default: by score.
     pub rail_choice: RailChoice,
+    /// Whether a large request of this engine's own goes over several pairs of devices at once, where there are two or
+    /// more: READs of 2,048,000 bytes and more, WRITEs of 999,424 bytes and more. Default: yes. It has no bearing on what
+    /// the source serves. Beware that such a request takes a grant, and a connection, of each pair.
+    pub spread: bool,
 }
 
 impl Default for RdmaConfig {
@@ -53,6 +57,7 @@ impl Default for RdmaConfig {
             ack_timeout_code: 16,
             retry_cnt: 6,
             rail_choice: RailChoice::Score,
+            spread: true,
         }
     }
 }

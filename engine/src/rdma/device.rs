@@ -201,19 +201,23 @@ impl<F: BulkFabric> Device<F> {
         mail
     }
 
-    /// Brings a QP to RTS; blocks until the deadline at most. The connect may go on behind it, and holds the QP then.
-    pub(crate) fn connect(
-        &self,
-        qp: &Arc<QpOf<F>>,
-        path: QpPath,
-        deadline: crate::deadline::Deadline,
-    ) -> Result<(), ConnectError> {
+    /// Begins to bring a QP to RTS. It may go on whatever becomes of the wait for it, and holds the QP then.
+    pub(crate) fn connect(&self, qp: &Arc<QpOf<F>>, path: QpPath) -> Connecting {
         let (tell, told) = mpsc::sync_channel(1);
         let qp = Arc::clone(qp);
         self.runtime.spawn(async move {
             let result = BulkQp::connect(qp, path).await;
             let _ = tell.send(result);
         });
+        Connecting(told)
+    }
+
+    /// Blocks until the deadline at most.
+    pub(crate) fn await_connect(
+        &self,
+        Connecting(told): Connecting,
+        deadline: crate::deadline::Deadline,
+    ) -> Result<(), ConnectError> {
         loop {
             if self.is_stopping() {
                 return Err(ConnectError::Stopped);
@@ -261,6 +265,9 @@ impl<F: BulkFabric> Device<F> {
         }
     }
 }
+
+/// A QP on its way to RTS.
+pub(crate) struct Connecting(mpsc::Receiver<Result<(), ConnectQpError>>);
 
 /// Why a QP is not connected.
 pub(crate) enum ConnectError {

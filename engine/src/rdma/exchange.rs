@@ -14,6 +14,9 @@
 //!                         ◄──             ack
 //!   ready                 ──►
 //! ```
+//!
+//! Over several rails ([`rails::plan`](super::rails::plan)) each rail goes from the requester's QP to *done* under names
+//! of its own, all rails in step; the parent has *ack* and *ready* alone, once, for all of them.
 
 use super::{
     identity::{Identity, Incarnation},
@@ -34,8 +37,8 @@ pub(crate) enum Side {
 pub(crate) struct Exchange {
     side: Side,
     identity: Identity,
-    /// The frame that is due; `None` after the last.
-    due: Option<Kind>,
+    /// The frames that are due, the next one first; none after the last.
+    due: &'static [Kind],
     /// The next grant tells its generation, which must be above this.
     learns: Option<u64>,
     posted: bool,
@@ -44,14 +47,24 @@ pub(crate) struct Exchange {
 impl Exchange {
     /// After an offer was made, or read.
     pub(crate) fn new(side: Side, identity: Identity) -> Self {
-        Self { side, identity, due: Some(Kind::Select), learns: None, posted: false }
+        Self { side, identity, due: &Kind::ALL, learns: None, posted: false }
     }
 
     /// Over a pair of QPs that is kept: the grant comes next. The requester does not know its generation yet, only the
     /// last one that this pair has had.
     pub(crate) fn again(side: Side, identity: Identity, last_generation: u64) -> Self {
         let learns = (side == Side::Requester).then_some(last_generation);
-        Self { side, identity, due: Some(Kind::Grant), learns, posted: false }
+        Self { side, identity, due: &Kind::ALL[5..], learns, posted: false }
+    }
+
+    /// One rail of several, whose plan is agreed; a pair of QPs that is kept begins with its grant.
+    pub(crate) fn rail(side: Side, identity: Identity, kept: bool) -> Self {
+        Self { side, identity, due: &Kind::ALL[if kept { 5 } else { 2 }..7], learns: None, posted: false }
+    }
+
+    /// What is said once for all rails.
+    pub(crate) fn parent(side: Side, identity: Identity) -> Self {
+        Self { side, identity, due: &Kind::ALL[7..], learns: None, posted: false }
     }
 
     pub(crate) fn identity(&self) -> &Identity {
@@ -127,7 +140,7 @@ impl Exchange {
     /// Whether the operation may have been carried out, seen from the requester: nothing is known between the first
     /// work request and the acknowledgement.
     pub(crate) fn effect(&self, direction: Direction) -> RemoteEffect {
-        match (direction, self.due) {
+        match (direction, self.due.first()) {
             (Direction::Write, Some(Kind::Ready) | None) => RemoteEffect::Committed,
             (Direction::Write, _) if self.posted => RemoteEffect::Unknown,
             _ => RemoteEffect::None,
@@ -136,20 +149,22 @@ impl Exchange {
 
     /// Whether DONE is still to be said, seen from the requester: until then a READ may begin again elsewhere.
     pub(crate) fn is_before_done(&self) -> bool {
-        self.due.is_some_and(|due| (due as u8) <= Kind::Done as u8)
+        self.due.contains(&Kind::Done)
     }
 
     /// All that was due has been said: the pair may carry another operation.
     pub(crate) fn is_over(&self) -> bool {
-        self.due.is_none()
+        self.due.is_empty()
     }
 
     fn step(&mut self, kind: Kind, by: Side) -> Result<(), WireError> {
-        if self.due != Some(kind) || speaker(kind) != by {
-            return Err(WireError::OutOfTurn { found: kind as u8, due: self.due.map_or(0, |due| due as u8) });
+        match self.due.split_first() {
+            Some((due, rest)) if *due == kind && speaker(kind) == by => self.due = rest,
+            due => {
+                let due = due.map_or(0, |(due, _)| *due as u8);
+                return Err(WireError::OutOfTurn { found: kind as u8, due });
+            }
         }
-        let at = Kind::ALL.iter().position(|known| *known == kind);
-        self.due = at.and_then(|at| Kind::ALL.get(at + 1)).copied();
         Ok(())
     }
 }

@@ -162,3 +162,41 @@ fn effects_follow_what_was_posted_and_acknowledged() {
         assert_eq!(exchange.effect(Direction::Write), after, "posted, {done} frames");
     }
 }
+
+/// Over several rails each goes from the requester's QP to DONE, or from its grant if it is kept; the rest is said once.
+#[test]
+fn rails_and_their_parent_have_their_frames_and_no_others() {
+    type Start = fn(Side) -> Exchange;
+    let cases: [(Start, std::ops::Range<usize>); 3] = [
+        (|side| Exchange::rail(side, identity(), false), 2..7),
+        (|side| Exchange::rail(side, identity(), true), 5..7),
+        (|side| Exchange::parent(side, identity()), 7..9),
+    ];
+    for (start, course) in cases {
+        for side in [Side::Source, Side::Requester] {
+            let mut exchange = start(side);
+            for done in course.clone() {
+                for (place, kind) in Kind::ALL.into_iter().enumerate() {
+                    let (mut says, mut hears) = (exchange, exchange);
+                    let by_us = speaker(kind) == side;
+                    assert_eq!(says.say(body(kind)).is_ok(), place == done && by_us, "{kind:?} after {done}");
+                    assert_eq!(hears.hear(&frame(kind)).is_ok(), place == done && !by_us, "{kind:?} after {done}");
+                }
+                assert!(!exchange.is_over());
+                let kind = Kind::ALL[done];
+                let said = if speaker(kind) == side {
+                    exchange.say(body(kind)).map(drop)
+                } else {
+                    exchange.hear(&frame(kind)).map(drop)
+                };
+                said.expect("its turn");
+            }
+            assert!(exchange.is_over());
+            assert!(
+                Kind::ALL
+                    .into_iter()
+                    .all(|kind| exchange.say(body(kind)).is_err() && exchange.hear(&frame(kind)).is_err())
+            );
+        }
+    }
+}

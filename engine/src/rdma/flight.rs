@@ -1,6 +1,6 @@
 //! One grant of a source at work, with all that it covers: filled, bound, settled, committed.
 
-use std::sync::Arc;
+use std::{ops::Range, sync::Arc};
 
 use verbs_transport::fabric::bulk::{
     Access as Rights, Arena, BulkFabric, BulkPort as _, BulkRegion as _, MemoryOwner, Span,
@@ -9,28 +9,21 @@ use verbs_transport::fabric::bulk::{
 use super::{
     device::{Device, RegionOf},
     grant::{Ending, Event, Form, Grant, Step},
+    guard::{Part, RailGuard},
     link::Link,
     mailbox::WaitError,
     source::Stop,
     staging::Lent,
     wire::GrantTerms,
 };
-use crate::{
-    Direction, Profile, Status,
-    budget::Charge,
-    control::{Access, Admitted},
-    deadline::Deadline,
-    memory::{DirectRange, Patience, Use},
-    tcp::LineError,
-};
+use crate::{Direction, Status, deadline::Deadline, memory::DirectRange, tcp::LineError};
 
 /// What a grant covers, in the order in which it goes.
 pub(super) struct Owners<F: BulkFabric> {
     pub(super) staging: Staging<F>,
-    pub(super) access: Access,
-    pub(super) _charge: Charge,
-    /// Last: who waits for the source to be quiet finds everything gone.
-    pub(super) _inside: Admitted,
+    /// Which of the request's bytes are staged.
+    pub(super) bytes: Range<u64>,
+    pub(super) _guard: RailGuard,
 }
 
 /// Where the bytes of a grant lie.
@@ -83,37 +76,45 @@ pub(super) struct Flight<F: BulkFabric> {
 }
 
 impl<F: BulkFabric> Owners<F> {
-    /// What a WRITE has left in the staging, into the range, under the allocation's lock. A direct one has left it there.
-    pub(super) fn commit(&self, patience: Patience<'_>) -> Result<(), Stop> {
-        if self.access.profile == Profile::Direct {
-            return Ok(());
-        }
-        let bytes = usize::try_from(self.access.length).map_err(|_| internal())?;
-        let span = self.staging.span(bytes).ok_or_else(internal)?;
-        let registration = &self.access.registration;
-        let committed = registration.write(self.access.place(), patience, |into| span.read(0, into).is_ok());
-        committed.map_err(LineError::from)?.then_some(()).ok_or_else(internal)
+    /// For [`Guard`](super::guard::Guard).
+    pub(super) fn part(&self) -> Part<'_, F> {
+        (&self.staging, &self.bytes)
+    }
+
+    fn len(&self) -> u64 {
+        self.bytes.end - self.bytes.start
     }
 }
 
 impl<F: BulkFabric> Flight<F> {
-    /// Stages the bytes of a READ. Of a WRITE it sees to it that nobody else's lie there. The range of a direct operation is
-    /// busy from here until the device has let go of it.
-    pub(super) fn fill(&mut self, direction: Direction, patience: Patience<'_>) -> Result<(), Stop> {
-        let owners = self.owners.as_mut().ok_or_else(internal)?;
-        let Access { registration, length, profile, .. } = &owners.access;
-        let bytes = usize::try_from(*length).map_err(|_| internal())?;
-        if *profile == Profile::Direct {
-            let by = if direction == Direction::Read { Use::Read } else { Use::Write };
-            let range = registration.lend(owners.access.place(), by, patience).map_err(LineError::from)?;
-            owners.staging = Staging::Direct(Some(range));
-        } else if direction == Direction::Read {
-            let span = owners.staging.span(bytes).ok_or_else(internal)?;
-            // One moment's bytes, under the allocation's lock.
-            let copied = registration.read(owners.access.place(), patience, |from| span.write(0, from).is_ok());
-            copied.map_err(LineError::from)?.then_some(()).ok_or_else(internal)?;
-        } else if owners.staging.is_foreign() {
-            // What the peer leaves unwritten, against the rules, is committed with the rest.
+    pub(super) fn new(link: Link<F>, generation: u64, owners: Owners<F>) -> Self {
+        let grant = Grant::new(link.form, generation, link.qpn());
+        link.device.gauges.grants.add();
+        Self {
+            device: Arc::clone(&link.device),
+            grant: Some(grant),
+            region: None,
+            link: Some(link),
+            owners: Some(owners),
+        }
+    }
+
+    pub(super) fn part(&self) -> Option<Part<'_, F>> {
+        self.owners.as_ref().map(Owners::part)
+    }
+
+    /// The bytes of a direct operation, which are busy until the device has let go of them.
+    pub(super) fn take_range(&mut self, range: DirectRange) -> Result<(), Stop> {
+        self.owners.as_mut().ok_or_else(internal)?.staging = Staging::Direct(Some(range));
+        Ok(())
+    }
+
+    /// Before the bytes of a WRITE come: none of anybody else's may lie there, as what the peer leaves unwritten, against
+    /// the rules, is committed with the rest.
+    pub(super) fn clean(&self) -> Result<(), Stop> {
+        let owners = self.owners.as_ref().ok_or_else(internal)?;
+        if owners.staging.is_foreign() {
+            let bytes = usize::try_from(owners.len()).map_err(|_| internal())?;
             owners.staging.clear(bytes).ok_or_else(internal)?;
         }
         Ok(())
@@ -128,7 +129,7 @@ impl<F: BulkFabric> Flight<F> {
         let Self { grant: Some(grant), owners: Some(owners), link: Some(link), region, .. } = self else {
             return Err(internal());
         };
-        let length = owners.access.length;
+        let length = owners.len();
         let bytes = usize::try_from(length).map_err(|_| internal())?;
         let rights = match direction {
             Direction::Read => Rights::SOURCE,

@@ -40,7 +40,12 @@ pub(crate) struct Digest(pub(crate) [u8; 16]);
 impl Digest {
     /// Of a request and what was asked along with it.
     pub(crate) fn of(request: &[u8], ask: &[u8]) -> Self {
-        let whole = Sha256::new().chain_update(request).chain_update(ask).finalize();
+        Self::over(&[request, ask])
+    }
+
+    /// Of those bytes, one after the other.
+    pub(crate) fn over(parts: &[&[u8]]) -> Self {
+        let whole = parts.iter().fold(Sha256::new(), Sha256::chain_update).finalize();
         let mut half = [0; 16];
         half.copy_from_slice(&whole[..16]);
         Self(half)

@@ -14,9 +14,9 @@ use verbs_transport::fabric::{
 use super::{
     RdmaConfig,
     burial::Condemned,
-    device::{ConnectError, Device, QpOf, RECV_WRS, RegionOf, SEND_WRS, WindowOf},
+    device::{ConnectError, Connecting, Device, QpOf, RECV_WRS, RegionOf, SEND_WRS, WindowOf},
     grant::{Form, Grant},
-    identity::Incarnation,
+    identity::{Identity, Incarnation},
     mailbox::{Mailbox, WaitError},
     path::{Agreed, PathEnd},
 };
@@ -29,6 +29,23 @@ pub(crate) struct LinkNames {
     pub(crate) requester_pd: Incarnation,
     pub(crate) source_link: Incarnation,
     pub(crate) requester_link: Incarnation,
+}
+
+impl LinkNames {
+    pub(crate) fn of(id: &Identity) -> Self {
+        Self {
+            source_pd: id.source_pd,
+            requester_pd: id.requester_pd,
+            source_link: id.source_link,
+            requester_link: id.requester_link,
+        }
+    }
+
+    /// Those of an operation with this pair's in it.
+    pub(crate) fn identity(self, parent: Identity, generation: u64) -> Identity {
+        let Self { source_pd, requester_pd, source_link, requester_link } = self;
+        Identity { source_pd, requester_pd, source_link, requester_link, generation, ..parent }
+    }
 }
 
 /// What stats count it as.
@@ -113,6 +130,12 @@ impl<F: BulkFabric> Link<F> {
         config: &RdmaConfig,
         deadline: Deadline,
     ) -> Result<(), ConnectError> {
+        let connecting = self.begin_connect(remote, end, config);
+        self.end_connect(connecting, deadline)
+    }
+
+    /// Begins it, so that several go on side by side.
+    pub(crate) fn begin_connect(&self, remote: QpEndpoint, end: &PathEnd, config: &RdmaConfig) -> Connecting {
         let timers = QpTimers {
             ack_timeout_code: config.ack_timeout_code,
             retry_cnt: config.retry_cnt,
@@ -127,7 +150,11 @@ impl<F: BulkFabric> Link<F> {
             rd_atomic: self.agreed.rd_atomic,
             timers,
         };
-        self.device.connect(self.qp(), path, deadline)?;
+        self.device.connect(self.qp(), path)
+    }
+
+    pub(crate) fn end_connect(&mut self, connecting: Connecting, deadline: Deadline) -> Result<(), ConnectError> {
+        self.device.await_connect(connecting, deadline)?;
         self.move_to(Stage::Busy);
         Ok(())
     }

@@ -51,11 +51,7 @@ impl<F: BulkFabric> LocalMemory<F> {
             let region = device.port.register(range.in_place(), 0..bytes, rights);
             return region.map(Self::Direct).map_err(|error| NoMemory::Refused(StageError::Register(error)));
         }
-        let made = pool.take(bytes, Incarnation::NONE, |arena| {
-            let bytes = arena.len();
-            device.port.register(arena, 0..bytes, Rights::DESTINATION).map_err(StageError::Register)
-        });
-        let staging = made.map_err(NoMemory::Refused)?;
+        let staging = staging(device, pool, bytes).map_err(NoMemory::Refused)?;
         if slice.direction == Direction::Write {
             let copied = local.read(slice.local_place(), patience, |from| staging.write(0, from).is_ok());
             if !copied.map_err(denied)? {
@@ -97,4 +93,16 @@ impl<F: BulkFabric> LocalMemory<F> {
             },
         }
     }
+}
+
+/// So many bytes of staging on that device.
+pub(super) fn staging<F: BulkFabric>(
+    device: &Device<F>,
+    pool: &Arc<Pool<RegionOf<F>>>,
+    bytes: usize,
+) -> Result<Lent<RegionOf<F>>, StageError> {
+    pool.take(bytes, Incarnation::NONE, |arena| {
+        let bytes = arena.len();
+        device.port.register(arena, 0..bytes, Rights::DESTINATION).map_err(StageError::Register)
+    })
 }

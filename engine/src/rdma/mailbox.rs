@@ -2,7 +2,7 @@
 
 use std::{
     collections::VecDeque,
-    sync::{Condvar, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
 };
 
 use verbs_transport::fabric::WcStatus;
@@ -17,6 +17,32 @@ pub(crate) struct Mailbox {
     news: Condvar,
 }
 
+/// Wakes whoever waits for several QPs.
+#[derive(Default)]
+pub(crate) struct Bell {
+    rung: Mutex<u64>,
+    news: Condvar,
+}
+
+impl Bell {
+    /// How often it was rung.
+    pub(crate) fn count(&self) -> u64 {
+        *self.rung.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until it was rung more often than that, or the deadline passes.
+    pub(crate) fn wait(&self, seen: u64, deadline: Deadline) {
+        let rung = self.rung.lock().unwrap_or_else(PoisonError::into_inner);
+        let left = deadline.remaining().unwrap_or_default();
+        drop(self.news.wait_timeout_while(rung, left, |rung| *rung == seen).unwrap_or_else(PoisonError::into_inner));
+    }
+
+    fn ring(&self) {
+        *self.rung.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+        self.news.notify_all();
+    }
+}
+
 #[derive(Default)]
 struct State {
     /// Posted sends without a completion. All are signaled.
@@ -26,6 +52,8 @@ struct State {
     /// Markers, with the bytes that came with them.
     receipts: VecDeque<(Marker, u32)>,
     stopped: bool,
+    /// Rung with each piece of news.
+    bell: Option<Arc<Bell>>,
 }
 
 /// A QP of no use.
@@ -135,9 +163,30 @@ impl Mailbox {
         }
     }
 
+    /// How many sends are outstanding, or why no more will complete well.
+    pub(crate) fn sends(&self) -> Result<u32, WaitError> {
+        let state = self.lock();
+        match &state.broken {
+            Some(broken) => Err(WaitError::Broken(broken.clone())),
+            None if state.stopped => Err(WaitError::Stopped),
+            None => Ok(state.outstanding),
+        }
+    }
+
+    /// That bell is rung with each piece of news from now on; `None`: no bell.
+    pub(crate) fn tie(&self, bell: Option<Arc<Bell>>) {
+        self.lock().bell = bell;
+    }
+
     fn change(&self, change: impl FnOnce(&mut State)) {
-        change(&mut self.lock());
+        let mut state = self.lock();
+        change(&mut state);
+        let bell = state.bell.clone();
+        drop(state);
         self.news.notify_all();
+        if let Some(bell) = bell {
+            bell.ring();
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -147,7 +196,7 @@ impl Mailbox {
 
 #[cfg(test)]
 mod tests {
-    use std::{sync::Arc, time::Duration};
+    use std::time::Duration;
 
     use super::*;
 

@@ -8,9 +8,10 @@
 //! | `device`, `mailbox`, `burial` | a NIC, its thread, its completions, and how QPs are given up |
 //! | `link`, `cache` | one side's QP of a pair; those that wait for the next operation |
 //! | `staging`, `local` | memory between device and registered ranges, or those themselves |
-//! | `source`, `flight` | an operation at its source, and its grant at work |
+//! | `source`, `flight`, `guard` | an operation at its source, a grant at work, and what all of it covers |
 //! | `requester`, `talk`, `carry` | the other half: the way to a grant, what is said, what follows a grant |
-//! | `rails` | several NICs: pieces, choice, rests (pure) |
+//! | `spread`, `spread_data`, `spread_source` | both halves of an operation over several pairs at once |
+//! | `rails` | several NICs: pieces, plans, choice, rests; what is due for all of them (pure) |
 //! | `routes` | the NICs that an operation goes over, and what is known of them |
 //! | `policy` | which transport carries a request |
 
@@ -22,6 +23,7 @@ mod device;
 mod exchange;
 mod flight;
 mod grant;
+mod guard;
 mod identity;
 mod link;
 mod local;
@@ -34,6 +36,11 @@ mod routes;
 mod source;
 #[cfg(test)]
 mod source_tests;
+mod spread;
+mod spread_data;
+mod spread_source;
+#[cfg(test)]
+mod spread_source_tests;
 mod staging;
 mod talk;
 mod wire;
@@ -186,6 +193,7 @@ impl<F: BulkFabric> Backend for Rdma<F> {
         }
         let windowed = self.source.nics.iter().map(|nic| nic.windowed.kept_bytes()).sum::<u64>();
         stats.kept_staging_bytes += self.source.plain.kept_bytes() + windowed;
+        stats.rdma_parents = self.source.parents.get();
         stats.grants = grants.count;
         stats.grant_bytes = grants.bytes;
         for device in &self.devices {
@@ -212,6 +220,7 @@ impl<F: BulkFabric> Backend for Rdma<F> {
                 estimated_bytes_per_second: moved.estimate,
                 requests_completed: moved.operations,
                 bytes_completed: moved.bytes,
+                sliced_bytes_completed: moved.sliced_bytes,
             }
         };
         self.devices.iter().zip(moved).map(sample).collect()

@@ -10,8 +10,9 @@ use verbs_transport::fabric::bulk::BulkFabric;
 
 use super::{
     cache::Peer,
-    requester::{Lost, NotDone, RdmaRequester, Unavailable},
+    requester::{Lost, NotDone, PAUSE, RdmaRequester, Unavailable},
     routes::Rail,
+    spread::Fell,
 };
 use crate::{
     Profile, RemoteEffect, Status, TransferError, Transport, TransportPolicy,
@@ -71,7 +72,7 @@ impl<F: BulkFabric> RdmaPath<F> {
     fn over_rdma(&self, slice: Slice, deadline: Deadline) -> Result<Transport, Failure> {
         let counters = &self.requester.counters;
         let (length, direction, profile) = (slice.length, slice.direction, slice.profile);
-        let mut tried = Vec::new();
+        let (mut tried, mut spread) = (Vec::new(), true);
         // By any of the attempts.
         let mut local_changed = false;
         let told = |failure: Failure, local_changed: bool| Failure {
@@ -79,7 +80,7 @@ impl<F: BulkFabric> RdmaPath<F> {
             ..failure
         };
         let outcome = loop {
-            let outcome = self.try_a_rail(&slice, deadline, &mut tried);
+            let outcome = self.try_once(&slice, deadline, &mut tried, &mut spread);
             if let Err(Tried { not_done: NotDone::Failed(failure), .. }) = &outcome {
                 local_changed |= failure.local_changed;
             }
@@ -114,6 +115,44 @@ impl<F: BulkFabric> RdmaPath<F> {
         outcome.map(|()| Transport::Rdma).map_err(|failure| told(failure, local_changed))
     }
 
+    /// Several rails, if the request is worth it, there are as many, and that has not failed with nobody to blame; else one.
+    fn try_once(
+        &self,
+        slice: &Slice,
+        deadline: Deadline,
+        tried: &mut Vec<Rail>,
+        spread: &mut bool,
+    ) -> Result<(), Tried> {
+        if *spread && self.requester.is_spread(slice, tried) {
+            match self.requester.transfer_spread(slice, deadline, tried) {
+                Ok(true) => return Ok(()),
+                Ok(false) => {}
+                Err(fell) => return Err(self.fell(fell, slice.peer, tried, spread)),
+            }
+        }
+        *spread = false;
+        self.try_a_rail(slice, deadline, tried)
+    }
+
+    /// What a request over several rails did wrong is remembered of those that are to blame.
+    fn fell(&self, fell: Fell, peer: Peer, tried: &mut Vec<Rail>, spread: &mut bool) -> Tried {
+        let Fell { not_done, rails, may_go_again } = fell;
+        let (fault, busy) = weigh(&not_done);
+        if rails.is_empty() {
+            *spread = false;
+            if fault {
+                self.requester.routes.narrow(peer, Some(PAUSE));
+            }
+        }
+        for rail in rails {
+            if fault {
+                self.requester.routes.failed(rail);
+            }
+            tried.push(rail);
+        }
+        Tried { not_done, again: may_go_again && (fault || busy) }
+    }
+
     /// One rail, none of those `tried` and one of them from now on. What it did wrong is remembered.
     fn try_a_rail(&self, slice: &Slice, deadline: Deadline, tried: &mut Vec<Rail>) -> Result<(), Tried> {
         let before = tried.len();
@@ -128,14 +167,7 @@ impl<F: BulkFabric> RdmaPath<F> {
             },
             Err(not_done) => (not_done, true),
         };
-        // Which fault is the rail's, and which only keeps it busy.
-        let (fault, busy) = match &not_done {
-            NotDone::Failed(failure) => (is_rails(&failure.error), false),
-            NotDone::Unavailable(why) => {
-                let busy = why.again_after == Some(Duration::ZERO);
-                (!busy && is_rails(&why.error), busy)
-            }
-        };
+        let (fault, busy) = weigh(&not_done);
         let Some(rail) = tried[before..].last() else { return Err(Tried { not_done, again: false }) };
         if fault {
             self.requester.routes.failed(*rail);
@@ -158,6 +190,17 @@ impl<F: BulkFabric> DataPath for RdmaPath<F> {
             return self.over_tcp(slice, deadline);
         }
         self.over_rdma(slice, deadline)
+    }
+}
+
+/// Which fault is a rail's, and which only keeps it busy.
+fn weigh(not_done: &NotDone) -> (bool, bool) {
+    match not_done {
+        NotDone::Failed(failure) => (is_rails(&failure.error), false),
+        NotDone::Unavailable(why) => {
+            let busy = why.again_after == Some(Duration::ZERO);
+            (!busy && is_rails(&why.error), busy)
+        }
     }
 }
 

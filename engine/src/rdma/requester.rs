@@ -73,7 +73,7 @@ pub(crate) struct Unavailable {
 }
 
 /// After the network between both devices has failed, or nothing fits.
-const PAUSE: Duration = Duration::from_secs(30);
+pub(super) const PAUSE: Duration = Duration::from_secs(30);
 
 /// An idle QP has nothing to drain.
 const BURIAL: Duration = Duration::from_millis(500);
@@ -145,7 +145,7 @@ impl<F: BulkFabric> RdmaRequester<F> {
         if let Some(taken) = route.take() {
             tried.push(taken.pair.rail);
             let nic = &self.nics[taken.pair.rail.nic];
-            if let Some(kept) = self.cache.take(slice.peer, (nic.device.pd, taken.pair.rail.source_pd)) {
+            if let Some(kept) = self.cache.take(slice.peer, &[(nic.device.pd, taken.pair.rail.source_pd)]) {
                 let memory = self.memory(nic, slice, deadline)?;
                 if let Some(granted) = self.reuse(kept, &request, slice, deadline)? {
                     return Ok(Prepared { granted, memory, route: taken });
@@ -162,7 +162,7 @@ impl<F: BulkFabric> RdmaRequester<F> {
     }
 
     /// Our ends, for a path: those that are up; if none is, all: the failure tells what is wrong.
-    fn ends(&self) -> Vec<(usize, PathEnd)> {
+    pub(super) fn ends(&self) -> Vec<(usize, PathEnd)> {
         let all = || self.nics.iter().enumerate().map(|(at, nic)| (at, &nic.device));
         let mut ends: Vec<_> = all().filter(|(_, device)| device.is_up()).collect();
         if ends.is_empty() {
@@ -172,7 +172,7 @@ impl<F: BulkFabric> RdmaRequester<F> {
     }
 
     /// By what the peer has offered last.
-    fn known_pairs(&self, peer: Peer) -> Vec<Pair> {
+    pub(super) fn known_pairs(&self, peer: Peer) -> Vec<Pair> {
         let table = self.routes.table(peer);
         table.and_then(|table| pairs(&self.ends(), &table).ok()).unwrap_or_default()
     }
@@ -203,7 +203,7 @@ impl<F: BulkFabric> RdmaRequester<F> {
             }
         };
         if exchange.is_over() {
-            self.cache.put(slice.peer, Kept { stream: talk.stream, link });
+            self.cache.put(slice.peer, Kept { stream: talk.stream, links: vec![link], set: None });
         }
         if let (Direction::Read, Some(staging)) = (slice.direction, staging) {
             let (local, patience) = (slice.local.registration(), Patience::Until(deadline, &self.stop));
@@ -227,7 +227,8 @@ impl<F: BulkFabric> RdmaRequester<F> {
         slice: &Slice,
         deadline: Deadline,
     ) -> Result<Option<Granted<'_, F>>, NotDone> {
-        let Kept { stream, mut link } = kept;
+        let Kept { stream, mut links, .. } = kept;
+        let Some(mut link) = links.pop() else { return Ok(None) };
         let names = link.names;
         let LinkNames { source_pd, requester_pd, source_link, requester_link } = names;
         let ask = Ask {
@@ -262,7 +263,7 @@ impl<F: BulkFabric> RdmaRequester<F> {
             Said::Reply(reply) => return Err(self.refused(&reply, slice.peer).into()),
         };
         let mut exchange = Exchange::again(Side::Requester, identity, link.last_generation);
-        let terms = terms(exchange.hear(&frame)?, slice, link.device.has_windows())?;
+        let terms = terms(exchange.hear(&frame)?, slice.length, link.device.has_windows())?;
         let expires = sent + Duration::from_millis(terms.valid_ms.into());
         Ok(Some(Granted { talk, link, exchange, terms, expires }))
     }
@@ -349,14 +350,10 @@ impl<F: BulkFabric> RdmaRequester<F> {
         let Body::SourceQp(remote) = self.admitted(&talk, &mut exchange, slice.peer)? else {
             return Err(TransferError::Internal.into());
         };
-        link.connect(remote, &peer, &self.config, deadline).map_err(|error| match error {
-            ConnectError::Failed(error) => NotDone::unavailable(device_error(Phase::Connect, error), Some(PAUSE)),
-            ConnectError::TimedOut => TransferError::TimedOut { phase: Phase::Connect }.into(),
-            ConnectError::Stopped => TransferError::Stopped.into(),
-        })?;
+        link.connect(remote, &peer, &self.config, deadline).map_err(not_connected)?;
         let sent = Instant::now();
         talk.say(&mut exchange, Body::Connected)?;
-        let terms = terms(self.admitted(&talk, &mut exchange, slice.peer)?, slice, nic.device.has_windows())?;
+        let terms = terms(self.admitted(&talk, &mut exchange, slice.peer)?, slice.length, nic.device.has_windows())?;
         let expires = sent + Duration::from_millis(terms.valid_ms.into());
         Ok(Prepared { granted: Granted { talk, link, exchange, terms, expires }, memory, route })
     }
@@ -371,7 +368,7 @@ impl<F: BulkFabric> RdmaRequester<F> {
     }
 
     /// Room for one more pair; the one that has been idle longest makes way if need be.
-    fn permit(&self, device: &Device<F>) -> Result<Charge, NotDone> {
+    pub(super) fn permit(&self, device: &Device<F>) -> Result<Charge, NotDone> {
         let take = || device.connections.take(1, 0);
         let mut taken = take();
         if taken.is_err() && self.cache.evict(device.pd) {
@@ -386,18 +383,21 @@ impl<F: BulkFabric> RdmaRequester<F> {
     }
 
     /// The next frame of the set-up. A refusal of the source's means that it has not got what it takes, for now.
-    fn admitted(&self, talk: &Talk<'_>, exchange: &mut Exchange, peer: Peer) -> Result<Body, NotDone> {
+    pub(super) fn admitted(&self, talk: &Talk<'_>, exchange: &mut Exchange, peer: Peer) -> Result<Body, NotDone> {
         match talk.read(Phase::Reply)? {
             Said::Frame(frame) => Ok(exchange.hear(&frame)?),
-            Said::Reply(reply) => {
-                let pause = match reply.status {
-                    Status::Exhausted => Duration::ZERO,
-                    Status::BackendUnavailable | Status::BackendError => PAUSE,
-                    _ => return Err(self.refused(&reply, peer).into()),
-                };
-                Err(NotDone::unavailable(self.refused(&reply, peer), Some(pause)))
-            }
+            Said::Reply(reply) => Err(self.not_admitted(&reply, peer)),
         }
+    }
+
+    /// A refusal of the source's during the set-up.
+    pub(super) fn not_admitted(&self, reply: &Reply, peer: Peer) -> NotDone {
+        let pause = match reply.status {
+            Status::Exhausted => Duration::ZERO,
+            Status::BackendUnavailable | Status::BackendError => PAUSE,
+            _ => return self.refused(reply, peer).into(),
+        };
+        NotDone::unavailable(self.refused(reply, peer), Some(pause))
     }
 
     pub(super) fn refused(&self, reply: &Reply, peer: Peer) -> TransferError {
@@ -413,8 +413,16 @@ impl<F: BulkFabric> RdmaRequester<F> {
     }
 }
 
-fn out_of_turn(frame: &Frame) -> WireError {
+pub(super) fn out_of_turn(frame: &Frame) -> WireError {
     WireError::OutOfTurn { found: frame.body.kind() as u8, due: 0 }
+}
+
+pub(super) fn not_connected(error: ConnectError) -> NotDone {
+    match error {
+        ConnectError::Failed(error) => NotDone::unavailable(device_error(Phase::Connect, error), Some(PAUSE)),
+        ConnectError::TimedOut => TransferError::TimedOut { phase: Phase::Connect }.into(),
+        ConnectError::Stopped => TransferError::Stopped.into(),
+    }
 }
 
 pub(super) fn device_error(phase: Phase, error: impl std::error::Error + Send + Sync + 'static) -> TransferError {

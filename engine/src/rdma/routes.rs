@@ -2,6 +2,7 @@
 
 use std::{
     collections::HashMap,
+    ops::Range,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
@@ -14,6 +15,8 @@ use super::{
     rails::{
         choice::{Candidate, Charged, Chooser, Distance},
         health::Health,
+        plan::RAILS_MAX,
+        slicing::Slicing,
     },
 };
 
@@ -33,6 +36,8 @@ pub(crate) struct Pair {
     pub(crate) peer: PathEnd,
     pub(crate) agreed: Agreed,
     distance: Distance,
+    /// Both NICs have the same place among those of their engines.
+    partners: bool,
 }
 
 /// What is known of NICs and peers, over all operations.
@@ -45,6 +50,8 @@ struct State {
     health: Health<Rail>,
     /// What peers have offered last.
     tables: HashMap<Peer, Arc<[PathEnd]>>,
+    /// Peers whose requests go over one rail each, until when; `None` for their life.
+    narrow: HashMap<Peer, Option<Instant>>,
     moved: Vec<Moved>,
     /// Decides ties.
     chance: Chance,
@@ -55,6 +62,8 @@ struct State {
 pub(crate) struct Moved {
     pub(crate) operations: u64,
     pub(crate) bytes: u64,
+    /// Of these, as parts of requests.
+    pub(crate) sliced_bytes: u64,
     pub(crate) in_flight: u64,
     pub(crate) estimate: Option<u64>,
 }
@@ -63,6 +72,8 @@ pub(crate) struct Moved {
 pub(crate) struct Route {
     pub(crate) pair: Pair,
     bytes: u64,
+    /// They are part of a request.
+    sliced: bool,
     routes: Arc<Routes>,
     charged: Option<Charged>,
 }
@@ -80,6 +91,7 @@ impl Routes {
             chooser: Chooser::new(nics, mode),
             health: Health::default(),
             tables: HashMap::new(),
+            narrow: HashMap::new(),
             moved: vec![Moved::default(); nics],
             chance: Chance::new(),
         };
@@ -101,7 +113,83 @@ impl Routes {
 
     /// All lives at that endpoint.
     pub(crate) fn forget(&self, peer: Peer) {
-        self.lock().tables.retain(|known, _| known.0 != peer.0);
+        let mut state = self.lock();
+        state.tables.retain(|known, _| known.0 != peer.0);
+        state.narrow.retain(|known, _| known.0 != peer.0);
+    }
+
+    /// Requests to that peer are not spread for so long, or for its life: it does not do that, or a rail of it fails and
+    /// nobody knows which. Over one rail at a time it will be found.
+    pub(crate) fn narrow(&self, peer: Peer, pause: Option<Duration>) {
+        tracing::info!(endpoint = %peer.0, ?pause, "requests to this peer go over one pair of NICs each");
+        let mut state = self.lock();
+        if state.narrow.len() >= TABLES_MAX {
+            state.narrow.clear();
+        }
+        state.narrow.insert(peer, pause.map(|pause| Instant::now() + pause));
+    }
+
+    /// Whether requests to that peer may be spread.
+    pub(crate) fn is_wide(&self, peer: Peer) -> bool {
+        let mut state = self.lock();
+        match state.narrow.get(&peer) {
+            None => true,
+            Some(Some(until)) if *until <= Instant::now() => {
+                state.narrow.remove(&peer);
+                true
+            }
+            Some(_) => false,
+        }
+    }
+
+    /// Several of `pairs` for one request, each with its bytes, in order; none if two do not do better than one. Each NIC,
+    /// of either side, is there once: two rails over one share what it can do. Partners come first.
+    pub(crate) fn spread(
+        self: &Arc<Self>,
+        pairs: &[Pair],
+        tried: &[Rail],
+        slicing: Slicing,
+    ) -> Vec<(Route, Range<u64>)> {
+        let now = Instant::now();
+        let mut state = self.lock();
+        let mut open: Vec<&Pair> = pairs
+            .iter()
+            .filter(|pair| !tried.contains(&pair.rail) && state.health.resting_until(pair.rail, now).is_none())
+            .collect();
+        // Partners before anybody who would take one of them away.
+        open.sort_by_key(|pair| (pair.distance, !pair.partners, pair.rail.nic, pair.at));
+        let mut rails: Vec<&Pair> = Vec::new();
+        for pair in open {
+            let shared = |other: &&Pair| other.rail.nic == pair.rail.nic || other.at == pair.at;
+            if !rails.iter().any(shared) && rails.len() < RAILS_MAX {
+                rails.push(pair);
+            }
+        }
+        if rails.len() < 2 {
+            return Vec::new();
+        }
+        let candidates: Vec<_> =
+            rails.iter().map(|pair| Candidate { nic: pair.rail.nic, distance: pair.distance }).collect();
+        let pieces: Vec<Range<u64>> = slicing.pieces().collect();
+        let count = u32::try_from(slicing.count()).unwrap_or(u32::MAX);
+        let each = pieces.last().map_or(0, |last| last.end) / rails.len() as u64;
+        let shares = state.chooser.divide(&candidates, each, count);
+        if shares.iter().filter(|share| **share > 0).count() < 2 {
+            return Vec::new();
+        }
+        let mut pieces = pieces.into_iter();
+        let mut route = |(pair, share): (&Pair, u32)| {
+            let first = pieces.next()?;
+            let end = pieces
+                .by_ref()
+                .take(usize::try_from(share).ok()?.checked_sub(1)?)
+                .last()
+                .map_or(first.end, |last| last.end);
+            let bytes = end - first.start;
+            let charged = Some(state.chooser.charge(pair.rail.nic, bytes));
+            Some((Route { pair: *pair, bytes, sliced: true, routes: Arc::clone(self), charged }, first.start..end))
+        };
+        rails.into_iter().zip(shares).filter(|(_, share)| *share > 0).filter_map(&mut route).collect()
     }
 
     /// The best of `pairs` that was not tried yet; `None` if there is none. Pairs that rest are left out, unless all do:
@@ -123,7 +211,7 @@ impl Routes {
         let chance = state.chance.draw();
         let (at, charged) = state.chooser.choose(&candidates, bytes, chance)?;
         drop(state);
-        Some(Route { pair: *open[at], bytes, routes: Arc::clone(self), charged: Some(charged) })
+        Some(Route { pair: *open[at], bytes, sliced: false, routes: Arc::clone(self), charged: Some(charged) })
     }
 
     /// An operation has failed on a rail, by the fault of one of both NICs or of the network between them.
@@ -165,6 +253,7 @@ impl Route {
         let moved = &mut state.moved[self.pair.rail.nic];
         moved.operations += 1;
         moved.bytes += self.bytes;
+        moved.sliced_bytes += if self.sliced { self.bytes } else { 0 };
     }
 }
 
@@ -189,7 +278,8 @@ pub(crate) fn pairs(own: &[(usize, PathEnd)], table: &[PathEnd]) -> Result<Vec<P
             match end.agree(peer) {
                 Ok(agreed) => {
                     let rail = Rail { nic: *nic, source_pd: peer.pd };
-                    found.push(Pair { rail, at, peer: *peer, agreed, distance });
+                    let partners = end.rail == peer.rail;
+                    found.push(Pair { rail, at, peer: *peer, agreed, distance, partners });
                 }
                 Err(reason) => {
                     first.get_or_insert(reason);
@@ -290,5 +380,63 @@ mod tests {
         assert!(routes.table(peer(2999, 1)).is_some() && routes.table(peer(2999, 2)).is_none());
         routes.forget(peer(2999, 2));
         assert!(routes.table(peer(2999, 1)).is_none());
+    }
+
+    /// What a request of 8 MiB goes over: NIC, place at the peer's, and how many bytes.
+    fn over(routes: &Arc<Routes>, pairs: &[Pair], tried: &[Rail]) -> Vec<(usize, usize, u64)> {
+        let spread = routes.spread(pairs, tried, Slicing::new(8 << 20, crate::Direction::Read));
+        let mut end = 0;
+        for (route, bytes) in &spread {
+            assert_eq!((bytes.start, bytes.end - bytes.start), (end, route.bytes), "no gap, no overlap");
+            end = bytes.end;
+        }
+        assert!(spread.is_empty() || end == 8 << 20);
+        let moved = routes.moved();
+        for (route, bytes) in &spread {
+            assert_eq!(moved[route.pair.rail.nic].in_flight, bytes.end - bytes.start);
+        }
+        spread.iter().map(|(route, bytes)| (route.pair.rail.nic, route.pair.at, bytes.end - bytes.start)).collect()
+    }
+
+    #[test]
+    fn a_request_goes_over_partners_and_no_nic_twice() {
+        const HALF: u64 = 4 << 20;
+        let own = [(0, on(1, 0)), (1, on(2, 1)), (2, on(5, 7))];
+        let routes = Routes::new(3, RailChoice::RoundRobin);
+        let both = pairs(&own[..2], &[on(4, 1), on(3, 0)]).expect("they fit");
+        assert_eq!(over(&routes, &both, &[]), [(0, 1, HALF), (1, 0, HALF)], "partners, wherever they stand");
+        // One without a partner takes nobody else's.
+        let three = pairs(&own, &[on(3, 0), on(4, 1)]).expect("they fit");
+        assert_eq!(over(&routes, &three, &[]), [(0, 0, HALF), (1, 1, HALF)]);
+        assert!(over(&routes, &pairs(&own[..1], &[on(3, 0), on(4, 1)]).expect("they fit"), &[]).is_empty(), "one NIC");
+        assert!(over(&routes, &pairs(&own, &[on(3, 0)]).expect("they fit"), &[]).is_empty(), "one there");
+        // What was tried, or rests, is left out: then one is left over, or both go across.
+        let rail = |at: usize| {
+            both.iter()
+                .map(|pair| pair.rail)
+                .find(|rail| rail.nic == at && rail.source_pd == both[1 - at].rail.source_pd)
+                .expect("there")
+        };
+        assert_eq!(over(&routes, &both, &[rail(0)]).len(), 0, "the other partners, and nobody for the rest");
+        assert_eq!(over(&routes, &both, &[rail(0), rail(1)]), [(0, 0, HALF), (1, 1, HALF)], "across");
+        (0..3).for_each(|_| routes.failed(rail(1)));
+        assert!(over(&routes, &both, &[]).is_empty(), "a rest is kept");
+        assert!(routes.moved().iter().all(|moved| moved.in_flight == 0), "all is given back");
+    }
+
+    #[test]
+    fn a_peer_is_narrow_for_a_while_or_for_its_life() {
+        let peer = |port: u16| (std::net::SocketAddr::from(([127, 0, 0, 1], port)), crate::Epoch::from_bytes([1; 16]));
+        let routes = Routes::new(1, RailChoice::Score);
+        assert!(routes.is_wide(peer(1)));
+        routes.narrow(peer(1), Some(Duration::ZERO));
+        assert!(routes.is_wide(peer(1)), "it is over");
+        routes.narrow(peer(1), Some(Duration::from_secs(600)));
+        routes.narrow(peer(2), None);
+        assert!(!routes.is_wide(peer(1)) && !routes.is_wide(peer(2)) && routes.is_wide(peer(3)));
+        routes.forget(peer(2));
+        assert!(routes.is_wide(peer(2)), "who lives there now is somebody else");
+        (10..2010).for_each(|port| routes.narrow(peer(port), None));
+        assert!(routes.lock().narrow.len() <= TABLES_MAX);
     }
 }

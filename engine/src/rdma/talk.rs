@@ -4,18 +4,26 @@ use std::net::TcpStream;
 
 use super::{
     exchange::Exchange,
+    rails::plan::{PLANNED_BYTES, PLANNED_KIND},
     wire::{Body, Frame, HEAD_BYTES, Offer},
 };
 use crate::{
     Phase, TransferError, WireError,
-    control::{REPLY_BYTES, Reply},
+    control::{REPLY_BYTES, Reply, check_head},
     deadline::Deadline,
-    tcp::{Line, LineError, Stop, broken},
+    tcp::{Line, Stop, broken},
 };
 
 /// What a source may say where a frame is due.
 pub(super) enum Said {
     Frame(Frame),
+    Reply(Reply),
+}
+
+/// What a source may say to a plan.
+pub(super) enum Answer {
+    /// As it came.
+    Planned(Vec<u8>),
     Reply(Reply),
 }
 
@@ -45,20 +53,46 @@ impl Talk<'_> {
 
     /// A frame, or a reply in its place.
     pub(super) fn read(&self, phase: Phase) -> Result<Said, TransferError> {
-        let failed = |error: LineError| broken(error, phase);
-        let mut head = [0; HEAD_BYTES];
-        self.line().recv_exact(&mut head).map_err(failed)?;
+        let head = self.head(phase)?;
         // Statuses are below all phases.
         if head[10] < FIRST_PHASE {
-            let mut bytes = [0; REPLY_BYTES];
-            bytes[..HEAD_BYTES].copy_from_slice(&head);
-            self.line().recv_exact(&mut bytes[HEAD_BYTES..]).map_err(failed)?;
-            return Ok(Said::Reply(Reply::decode(&bytes)?));
+            return Ok(Said::Reply(self.reply(&head, phase)?));
         }
-        let mut bytes = vec![0; Frame::kind_of(&head)?.bytes()];
-        bytes[..HEAD_BYTES].copy_from_slice(&head);
-        self.line().recv_exact(&mut bytes[HEAD_BYTES..]).map_err(failed)?;
+        let bytes = self.rest(&head, Frame::kind_of(&head)?.bytes(), phase)?;
         Ok(Said::Frame(Frame::decode(&bytes)?))
+    }
+
+    /// The answer to a plan, or a reply in its place.
+    pub(super) fn planned(&self) -> Result<Answer, TransferError> {
+        let head = self.head(Phase::Reply)?;
+        if head[10] < FIRST_PHASE {
+            return Ok(Answer::Reply(self.reply(&head, Phase::Reply)?));
+        }
+        // Another frame is shorter.
+        let found = check_head(&head)?;
+        if found != PLANNED_KIND {
+            return Err(WireError::OutOfTurn { found, due: PLANNED_KIND }.into());
+        }
+        Ok(Answer::Planned(self.rest(&head, PLANNED_BYTES, Phase::Reply)?))
+    }
+
+    fn head(&self, phase: Phase) -> Result<[u8; HEAD_BYTES], TransferError> {
+        let mut head = [0; HEAD_BYTES];
+        self.line().recv_exact(&mut head).map_err(|error| broken(error, phase))?;
+        Ok(head)
+    }
+
+    fn rest(&self, head: &[u8; HEAD_BYTES], length: usize, phase: Phase) -> Result<Vec<u8>, TransferError> {
+        let mut bytes = vec![0; length];
+        bytes[..HEAD_BYTES].copy_from_slice(head);
+        self.line().recv_exact(&mut bytes[HEAD_BYTES..]).map_err(|error| broken(error, phase))?;
+        Ok(bytes)
+    }
+
+    fn reply(&self, head: &[u8; HEAD_BYTES], phase: Phase) -> Result<Reply, TransferError> {
+        let mut bytes = [0; REPLY_BYTES];
+        bytes.copy_from_slice(&self.rest(head, REPLY_BYTES, phase)?);
+        Ok(Reply::decode(&bytes)?)
     }
 
     pub(super) fn offer(&self, length: u64) -> Result<Offer, TransferError> {

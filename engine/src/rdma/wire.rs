@@ -1,4 +1,4 @@
-//! The frames of operations 4 and 5 behind the request: part of the control wire, version 1. See `docs/engine-wire.md`.
+//! The frames of operations 4 to 7 behind the request, those of a plan in [`rails::plan`](super::rails::plan): part of the control wire, version 1. See `docs/engine-wire.md`.
 //!
 //! Every frame has a fixed length, and everything is checked here that can be checked without knowing the other frames.
 
@@ -19,8 +19,9 @@ pub(crate) const ASK_BYTES: usize = 100;
 /// Magic, version, kind, reserved.
 pub(crate) const HEAD_BYTES: usize = 12;
 const IDENTITY_BYTES: usize = 128;
-const BODY_AT: usize = HEAD_BYTES + IDENTITY_BYTES;
-const PATH_BYTES: usize = 64;
+/// Behind the names.
+pub(super) const BODY_AT: usize = HEAD_BYTES + IDENTITY_BYTES;
+pub(super) const PATH_BYTES: usize = 64;
 const OFFER_HEAD_BYTES: usize = 32;
 const ASK_KIND: u8 = 16;
 
@@ -239,22 +240,7 @@ impl Frame {
     pub(crate) fn encode(&self) -> Vec<u8> {
         let kind = self.body.kind();
         let mut bytes = vec![0; kind.bytes()];
-        put_head(&mut bytes, kind as u8);
-        let id = &self.identity;
-        let names = [
-            id.source_epoch,
-            id.requester_epoch,
-            id.source_pd.0,
-            id.requester_pd.0,
-            id.source_link.0,
-            id.requester_link.0,
-        ];
-        for (name, into) in names.iter().zip(bytes[HEAD_BYTES..108].chunks_exact_mut(16)) {
-            into.copy_from_slice(name);
-        }
-        bytes[108..116].copy_from_slice(&id.request.to_be_bytes());
-        bytes[116..132].copy_from_slice(&id.digest.0);
-        bytes[132..140].copy_from_slice(&id.generation.to_be_bytes());
+        put_names(&mut bytes, kind as u8, &self.identity);
         let body = &mut bytes[BODY_AT..];
         match &self.body {
             Body::Select { path, end } => {
@@ -293,18 +279,7 @@ impl Frame {
         if bytes.len() != kind.bytes() {
             return Err(short(kind.bytes()));
         }
-        let name = |at: usize| Incarnation(array(bytes, at));
-        let identity = Identity {
-            source_epoch: array(bytes, 12),
-            requester_epoch: array(bytes, 28),
-            source_pd: name(44),
-            requester_pd: name(60),
-            source_link: name(76),
-            requester_link: name(92),
-            request: number(bytes, 108),
-            digest: Digest(array(bytes, 116)),
-            generation: number(bytes, 132),
-        };
+        let identity = names(bytes);
         let body = &bytes[BODY_AT..];
         let body = match kind {
             Kind::Select => {
@@ -323,6 +298,35 @@ impl Frame {
             Kind::Ready => Body::Ready,
         };
         Ok(Self { identity, body })
+    }
+}
+
+/// The head of a frame, and the names behind it.
+pub(super) fn put_names(bytes: &mut [u8], kind: u8, id: &Identity) {
+    put_head(bytes, kind);
+    let names =
+        [id.source_epoch, id.requester_epoch, id.source_pd.0, id.requester_pd.0, id.source_link.0, id.requester_link.0];
+    for (name, into) in names.iter().zip(bytes[HEAD_BYTES..108].chunks_exact_mut(16)) {
+        into.copy_from_slice(name);
+    }
+    bytes[108..116].copy_from_slice(&id.request.to_be_bytes());
+    bytes[116..132].copy_from_slice(&id.digest.0);
+    bytes[132..140].copy_from_slice(&id.generation.to_be_bytes());
+}
+
+/// The names of a frame that is as long as them at least.
+pub(super) fn names(bytes: &[u8]) -> Identity {
+    let name = |at: usize| Incarnation(array(bytes, at));
+    Identity {
+        source_epoch: array(bytes, 12),
+        requester_epoch: array(bytes, 28),
+        source_pd: name(44),
+        requester_pd: name(60),
+        source_link: name(76),
+        requester_link: name(92),
+        request: number(bytes, 108),
+        digest: Digest(array(bytes, 116)),
+        generation: number(bytes, 132),
     }
 }
 
@@ -366,7 +370,7 @@ fn value<T: Copy>(table: &[T], field: &'static str, found: u8) -> Result<T, Wire
     at.and_then(|at| table.get(at)).copied().ok_or(WireError::Unknown { field, found })
 }
 
-fn put_path(into: &mut [u8], end: &PathEnd) {
+pub(super) fn put_path(into: &mut [u8], end: &PathEnd) {
     let port = &end.port;
     into[..16].copy_from_slice(&end.pd.0);
     into[16..24].copy_from_slice(&port.device_guid.to_be_bytes());
@@ -383,7 +387,7 @@ fn put_path(into: &mut [u8], end: &PathEnd) {
     into[51] = end.rail;
 }
 
-fn path(bytes: &[u8]) -> Result<PathEnd, WireError> {
+pub(super) fn path(bytes: &[u8]) -> Result<PathEnd, WireError> {
     if bytes[52..64] != [0; 12] {
         return Err(WireError::Reserved { field: "a path" });
     }

@@ -24,7 +24,8 @@ use super::{
 use crate::{
     Config, Notification, Profile, Status, WireError,
     control::{
-        ASK_BYTES, COMMIT_BYTE, DeviceCall, DeviceSource, Kind, Operation, REQUEST_BYTES, Reply, Request, Source,
+        ASK_BYTES, COMMIT_BYTE, DeviceCall, DeviceSource, Kind, Operation, PLAN_BYTES, REQUEST_BYTES, Reply, Request,
+        Source,
     },
     deadline::Deadline,
     memory::Use,
@@ -162,7 +163,7 @@ impl Shared {
         tracing::debug!(limit = self.queue.limit, "the source's queue is full; a request was refused");
         let line = Line { stream: &connection.stream, deadline, stop: &self.parts.stop };
         // What is left unread when a socket is closed makes TCP drop what was written, too.
-        let _ = line.try_recv(&mut [0; REQUEST_BYTES + ASK_BYTES]);
+        let _ = line.try_recv(&mut [0; REQUEST_BYTES + ASK_BYTES + PLAN_BYTES]);
         let _ = line.try_send(&[], &self.reply(Status::Exhausted, 0));
     }
 
@@ -217,6 +218,11 @@ impl Shared {
             // Also before a refusal: what is left unread would take the answer with it.
             line.recv_exact(&mut ask)?;
         }
+        let mut plan = Vec::new();
+        if request.opcode.has_plan(&ask) {
+            plan.resize(PLAN_BYTES, 0);
+            line.recv_exact(&mut plan)?;
+        }
         // Inside until the last reply is out, or given up.
         let Operation { kind, inside } = match self.parts.source.admit(&request) {
             Ok(operation) => operation,
@@ -270,9 +276,10 @@ impl Shared {
                 }
                 self.send(line, Status::Success)?;
             }
-            Kind::Rdma { direction, access } => {
+            Kind::Rdma { direction, sliced, access } => {
                 let Some(device) = &self.parts.device else { return self.refuse(line, Status::BackendUnavailable) };
-                let call = DeviceCall { line, request: &bytes, ask: &ask, direction, access, inside, kept };
+                let (request, ask, plan) = (&bytes, &ask, &*plan);
+                let call = DeviceCall { line, request, ask, plan, direction, sliced, access, inside, kept };
                 match device.serve(call)? {
                     Ok(()) => return Ok(After::Keep),
                     Err(status) => return self.refuse(line, status),

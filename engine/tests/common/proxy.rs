@@ -53,8 +53,8 @@ pub const FRAMES: [(By, u8); 11] = [
 
 /// Whether it is that frame, as [`FRAMES`] names them.
 pub fn is(frame: (By, u8), by: By, kind: u8) -> bool {
-    // Operations 4 and 5 alike.
-    by == frame.0 && (kind == frame.1 || frame.1 == REQUEST && matches!(kind, 204 | 205)) && kind != REQUEST
+    // Operations 4 to 7 alike.
+    by == frame.0 && (kind == frame.1 || frame.1 == REQUEST && matches!(kind, 204..=207)) && kind != REQUEST
 }
 
 /// Dials `upstream` for each connection; where to dial instead of it.
@@ -108,12 +108,14 @@ fn next(from: &mut &TcpStream, by: By) -> Option<(u8, Vec<u8>)> {
     from.read_exact(&mut frame).ok()?;
     let kind = frame[10];
     let (kind, rest) = match (by, kind) {
-        (By::Requester, 4 | 5) => (REQUEST + kind, 40 + 100),
+        (By::Requester, 4..=7) => (REQUEST + kind, 40 + 100),
         (By::Requester, 0..=7) => (REQUEST + kind, 40),
         (By::Source, 0..=13) => (kind, 24),
         (_, 17) => (kind, 200),
         (_, 19 | 20) => (kind, 136),
         (_, 22) => (kind, 160),
+        (_, 26) => (kind, 1928),
+        (_, 27) => (kind, 520),
         _ => (kind, 128),
     };
     let at = frame.len();

@@ -101,7 +101,8 @@ impl Chooser {
         Some((at, self.charge(candidates[at].nic, bytes)))
     }
 
-    fn charge(&mut self, nic: usize, bytes: u64) -> Charged {
+    /// So many bytes are in flight over a NIC from now on.
+    pub(crate) fn charge(&mut self, nic: usize, bytes: u64) -> Charged {
         self.nics[nic].in_flight = self.nics[nic].in_flight.saturating_add(bytes);
         Charged { nic, bytes }
     }
@@ -142,9 +143,29 @@ impl Chooser {
         self.nics[nic].speed.map(|speed| speed.estimate)
     }
 
-    #[cfg_attr(not(test), expect(dead_code, reason = "operations 6 and 7 are not there yet"))]
+    /// How the pieces of one request are divided among candidates, on NICs of which each is there once: by the inverse of
+    /// their scores, with `bytes` to come over each. Every 100th choice leaves none without a piece; in baseline mode all
+    /// have as many.
+    pub(crate) fn divide(&mut self, candidates: &[Candidate], bytes: u64, pieces: u32) -> Vec<u32> {
+        self.choices += 1;
+        let equal = || {
+            let count = u32::try_from(candidates.len()).unwrap_or(u32::MAX);
+            (0..count).map(|at| pieces / count + u32::from(at < pieces % count)).collect()
+        };
+        match self.mode {
+            Mode::RoundRobin => equal(),
+            Mode::Score => {
+                let mut shares = self.shares(candidates, bytes, pieces);
+                if self.choices % TURN_EVERY == 0 {
+                    see_all(&mut shares);
+                }
+                shares
+            }
+        }
+    }
+
     /// How `pieces` of `bytes` each are divided among candidates: by the inverse of their scores, to the last piece.
-    pub(crate) fn shares(&self, candidates: &[Candidate], bytes: u64, pieces: u32) -> Vec<u32> {
+    fn shares(&self, candidates: &[Candidate], bytes: u64, pieces: u32) -> Vec<u32> {
         let weights: Vec<u128> = candidates
             .iter()
             // Scores are at least 1; the quotient keeps enough digits of any that are near each other.
@@ -195,6 +216,17 @@ impl Chooser {
     fn speed(&self, nic: usize) -> u64 {
         let best = || (0..self.nics.len()).filter_map(|nic| self.estimate(nic)).max();
         self.estimate(nic).or_else(best).unwrap_or(ASSUMED_BYTES_PER_SECOND)
+    }
+}
+
+/// One piece for each that has none, from the one that has most.
+fn see_all(shares: &mut [u32]) {
+    for at in 0..shares.len() {
+        let Some(most) = (0..shares.len()).max_by_key(|at| shares[*at]) else { return };
+        if shares[at] == 0 && shares[most] > 1 {
+            shares[most] -= 1;
+            shares[at] = 1;
+        }
     }
 }
 

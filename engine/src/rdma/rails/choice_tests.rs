@@ -185,3 +185,26 @@ proptest! {
         prop_assert!((0..nics).all(|nic| chooser.in_flight(nic) == 0));
     }
 }
+
+#[test]
+fn a_request_is_divided_by_speed_and_in_turn_and_equally_in_baseline_mode() {
+    let candidates = [near(0), near(1), near(2)];
+    let mut chooser = with_speeds(&[1000, 1000, 1]);
+    let mut seen = 0;
+    for _ in 0..200 {
+        let shares = chooser.divide(&candidates, MIB, 64);
+        assert_eq!(shares.iter().sum::<u32>(), 64);
+        assert!(shares[0].abs_diff(32) <= 1 && shares[1].abs_diff(32) <= 1, "{shares:?}");
+        seen += shares[2];
+    }
+    assert_eq!(seen, 2, "a piece every 100th time, so that it is seen again");
+    let mut chooser = Chooser::new(3, Mode::RoundRobin);
+    assert_eq!(chooser.divide(&candidates, MIB, 64), [22, 21, 21]);
+    assert_eq!(chooser.divide(&[], MIB, 64), [0; 0]);
+    // What is under way over a NIC counts.
+    let mut chooser = with_speeds(&[100, 100]);
+    let charged = chooser.charge(0, 2 * MIB);
+    assert_eq!(chooser.divide(&candidates[..2], MIB, 64), [16, 48]);
+    chooser.release(charged);
+    assert_eq!(chooser.divide(&candidates[..2], MIB, 64), [32, 32]);
+}

@@ -5,9 +5,12 @@
 //! |---|---|
 //! | `slicing` | the pieces of a request |
 //! | `choice` | NICs with what is in flight over them, what they were seen to do, and the choice among paths |
+//! | `plan` | which pair carries which bytes: what both sides agree on |
+//! | `parent` | what is due for all pairs of a request together |
 //! | `health` | pairs that fail, and how long they are left out |
 
 pub(crate) mod choice;
 pub(crate) mod health;
-#[cfg_attr(not(test), expect(dead_code, reason = "operations 6 and 7 are not there yet"))]
+pub(crate) mod parent;
+pub(crate) mod plan;
 pub(crate) mod slicing;

@@ -128,6 +128,9 @@ mod tests {
         let spread = |length, direction| Slicing::new(length, direction).is_spread();
         assert!(!spread(31 * BLOCK_BYTES, Direction::Read) && spread(32 * BLOCK_BYTES, Direction::Read));
         assert!(!spread(15 * BLOCK_BYTES, Direction::Write) && spread(16 * BLOCK_BYTES, Direction::Write));
+        // As `RdmaConfig::spread` has it.
+        assert!(!spread(2_047_999, Direction::Read) && spread(2_048_000, Direction::Read));
+        assert!(!spread(999_423, Direction::Write) && spread(999_424, Direction::Write));
     }
 
     proptest! {
