@@ -53,6 +53,9 @@ mod deadline;
 mod engine;
 mod epoch;
 mod error;
+#[cfg(any(test, feature = "fuzzing"))]
+#[doc(hidden)]
+pub mod fuzzing;
 mod memory;
 mod notification;
 #[cfg(feature = "rdma")]

@@ -22,6 +22,8 @@ mod config;
 mod device;
 mod exchange;
 mod flight;
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) mod fuzzing;
 mod grant;
 mod guard;
 mod identity;
