@@ -88,7 +88,7 @@ pub fn engine(config: Config) -> Engine {
     #[cfg(feature = "rdma")]
     match module_path!().split("::").next() {
         Some("rdma_suites") => return rdma::on_sim(&config),
-        Some("rxe_engine" | "rxe_engine_process") => return rdma::on_device(&config),
+        Some("rxe_engine" | "rxe_engine_process" | "rxe2_engine") => return rdma::on_device(&config),
         _ => {}
     }
     Engine::new(config).expect("loopback is there")
