@@ -355,7 +355,7 @@ fn another_version(test: &str) {
     });
     let client = finish(with(&[test, "-p", &port, "127.0.0.1"]), PATIENCE);
     assert_eq!(client.status.code(), Some(5), "{client}");
-    assert!(client.stderr.contains("version 99") && client.stderr.contains("is version 2"), "{client}");
+    assert!(client.stderr.contains("version 99") && client.stderr.contains("is version 3"), "{client}");
     assert!(other.join().expect("no panic").starts_with("{\"verbs_perf\":3,"));
 }
 
