@@ -23,7 +23,7 @@ use super::{
     routes::{Pair, Rail, Route, Routes, TRIES, pairs},
     staging::Pool,
     talk::{Said, Talk},
-    wire::{Ask, Body, Frame, GrantTerms, KeptNames},
+    wire::{ASK_BYTES, Ask, Body, Frame, GrantTerms, KeptNames},
 };
 use crate::{
     Direction, Phase, Status, TransferError, WireError,
@@ -113,6 +113,15 @@ pub(crate) struct Lost {
     pub(crate) failure: Failure,
     /// The source was not told that all is done: what has no effect may be tried again.
     pub(crate) before_done: bool,
+}
+
+/// An operation on a new control connection that was answered: with an offer to come, or that there is no device.
+pub(super) struct Begun<'a> {
+    pub(super) talk: Talk<'a>,
+    pub(super) ask: Ask,
+    /// It, as it was sent.
+    pub(super) bytes: [u8; ASK_BYTES],
+    pub(super) reply: Reply,
 }
 
 /// An operation that has its grant.
@@ -268,6 +277,32 @@ impl<F: BulkFabric> RdmaRequester<F> {
         Ok(Some(Granted { talk, link, exchange, terms, expires }))
     }
 
+    /// A request and what is asked along, on a new control connection, up to the first reply.
+    pub(super) fn begin(&self, request: &[u8], peer: Peer, deadline: Deadline) -> Result<Begun<'_>, TransferError> {
+        let ask = Ask {
+            requester_epoch: self.epoch,
+            request: self.requests.fetch_add(1, Ordering::Relaxed),
+            requester_link: draw()?,
+            kept: None,
+        };
+        self.counters.dialled.add(1);
+        let stream = dial(peer.0, self.buffers, deadline, &self.stop)?;
+        let talk = Talk { stream, deadline, stop: &self.stop };
+        let bytes = ask.encode();
+        talk.send(&[request, &bytes].concat(), Phase::Request)?;
+        let reply = match talk.read(Phase::Reply)? {
+            Said::Reply(reply) => reply,
+            Said::Frame(frame) => return Err(out_of_turn(&frame).into()),
+        };
+        match reply.status {
+            Status::Success if reply.epoch == peer.1 => {}
+            Status::Success => return Err(WireError::ForeignEpoch { actual: reply.epoch }.into()),
+            Status::BackendUnavailable => {}
+            _ => return Err(self.refused(&reply, peer)),
+        }
+        Ok(Begun { talk, ask, bytes, reply })
+    }
+
     /// A new control connection, a new pair of QPs: on the rail that was chosen by what was known, if it is still offered.
     fn set_up(
         &self,
@@ -277,29 +312,11 @@ impl<F: BulkFabric> RdmaRequester<F> {
         route: Option<Route>,
         tried: &mut Vec<Rail>,
     ) -> Result<Prepared<'_, F>, NotDone> {
-        let requester_link = Incarnation::draw().map_err(|error| device_error(Phase::Connect, error))?;
-        let ask = Ask {
-            requester_epoch: self.epoch,
-            request: self.requests.fetch_add(1, Ordering::Relaxed),
-            requester_link,
-            kept: None,
-        };
-        self.counters.dialled.add(1);
-        let stream = dial(slice.peer.0, self.buffers, deadline, &self.stop)?;
-        let talk = Talk { stream, deadline, stop: &self.stop };
-        let bytes = ask.encode();
-        talk.send(&[request, &bytes].concat(), Phase::Request)?;
-
-        let reply = match talk.read(Phase::Reply)? {
-            Said::Reply(reply) => reply,
-            Said::Frame(frame) => return Err(out_of_turn(&frame).into()),
-        };
-        match reply.status {
-            Status::Success if reply.epoch == slice.peer.1 => {}
-            Status::Success => return Err(WireError::ForeignEpoch { actual: reply.epoch }.into()),
+        let Begun { talk, ask, bytes, reply } = self.begin(request, slice.peer, deadline)?;
+        let requester_link = ask.requester_link;
+        if reply.status == Status::BackendUnavailable {
             // No device there, for as long as it lives.
-            Status::BackendUnavailable => return Err(NotDone::unavailable(self.refused(&reply, slice.peer), None)),
-            _ => return Err(self.refused(&reply, slice.peer).into()),
+            return Err(NotDone::unavailable(self.refused(&reply, slice.peer), None));
         }
         let offer = talk.offer(reply.length)?;
         self.routes.learn(slice.peer, &offer.paths);
@@ -423,6 +440,10 @@ pub(super) fn not_connected(error: ConnectError) -> NotDone {
         ConnectError::TimedOut => TransferError::TimedOut { phase: Phase::Connect }.into(),
         ConnectError::Stopped => TransferError::Stopped.into(),
     }
+}
+
+pub(super) fn draw() -> Result<Incarnation, TransferError> {
+    Incarnation::draw().map_err(|error| device_error(Phase::Connect, error))
 }
 
 pub(super) fn device_error(phase: Phase, error: impl std::error::Error + Send + Sync + 'static) -> TransferError {

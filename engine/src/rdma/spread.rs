@@ -21,10 +21,10 @@ use super::{
         plan::{Plan, Planned, PlannedRail, RAILS_MIN},
         slicing::Slicing,
     },
-    requester::{NotDone, PAUSE, RdmaRequester, device_error, not_connected, out_of_turn},
+    requester::{Begun, NotDone, PAUSE, RdmaRequester, device_error, draw, not_connected},
     routes::{Rail, Route, TRIES, pairs},
     staging::Lent,
-    talk::{Answer, Said, Talk},
+    talk::{Answer, Talk},
     wire::{Ask, Body, GrantTerms, KeptNames},
 };
 use crate::{
@@ -33,7 +33,7 @@ use crate::{
     control::{Opcode, Reply, Request},
     deadline::Deadline,
     memory::Patience,
-    tcp::{broken, dial},
+    tcp::broken,
 };
 
 /// An operation over several rails that has failed.
@@ -248,31 +248,12 @@ impl<F: BulkFabric> RdmaRequester<F> {
         routes: Vec<(Route, Range<u64>)>,
         (tried, slicing): (&[Rail], Slicing),
     ) -> Result<Option<Set<'a, F>>, Fell> {
-        let requester_link = draw()?;
-        let ask = Ask {
-            requester_epoch: self.epoch,
-            request: self.requests.fetch_add(1, Ordering::Relaxed),
-            requester_link,
-            kept: None,
-        };
-        self.counters.dialled.add(1);
-        let stream = dial(slice.peer.0, self.buffers, deadline, &self.stop)?;
-        let talk = Talk { stream, deadline, stop: &self.stop };
-        let ask_bytes = ask.encode().to_vec();
-        talk.send(&[request, &ask_bytes].concat(), Phase::Request)?;
-        let reply = match talk.read(Phase::Reply)? {
-            Said::Reply(reply) => reply,
-            Said::Frame(frame) => return Err(out_of_turn(&frame).into()),
-        };
-        match reply.status {
-            Status::Success if reply.epoch == slice.peer.1 => {}
-            Status::Success => return Err(WireError::ForeignEpoch { actual: reply.epoch }.into()),
+        let Begun { talk, ask, bytes, reply } = self.begin(request, slice.peer, deadline)?;
+        let ask_bytes = bytes.to_vec();
+        if reply.status == Status::BackendUnavailable {
             // No device there, or no such operation: over one rail it will tell.
-            Status::BackendUnavailable => {
-                self.routes.narrow(slice.peer, None);
-                return Ok(None);
-            }
-            _ => return Err(self.refused(&reply, slice.peer).into()),
+            self.routes.narrow(slice.peer, None);
+            return Ok(None);
         }
         let offer = talk.offer(reply.length)?;
         self.routes.learn(slice.peer, &offer.paths);
@@ -426,8 +407,4 @@ fn say_all<F: BulkFabric>(
         frames.extend(exchange.say(body(link))?.encode());
     }
     talk.send(&frames, Phase::Request)
-}
-
-fn draw() -> Result<Incarnation, TransferError> {
-    Incarnation::draw().map_err(|error| device_error(Phase::Connect, error))
 }
