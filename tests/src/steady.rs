@@ -164,6 +164,7 @@ impl<F: Fabric> Steady<F> {
         for (what, after, before) in [
             ("inline", a.links.sends_inline, a_before.links.sends_inline),
             ("copied", a.links.sends_copied, a_before.links.sends_copied),
+            ("packed", a.links.sends_packed, a_before.links.sends_packed),
             ("pure grants", b.links.pure_grants, b_before.links.pure_grants),
             ("credits given back", a.links.credits_received, a_before.links.credits_received),
             ("waits for credits", a.links.credit_stalls, a_before.links.credit_stalls),

@@ -16,6 +16,8 @@ use verbs_tests::{
 };
 
 /// For a whole run, on a machine that emulates its processor and does other things as well.
+/// Of the protocol between the two sides: `VERSION` of `benches/src/perf/control.rs`.
+const VERSION: u32 = 4;
 const PATIENCE: Duration = Duration::from_secs(180);
 
 /// Built beside the tests of the workspace: this program is target/debug/deps/NAME-HASH.
@@ -355,8 +357,11 @@ fn another_version(test: &str) {
     });
     let client = finish(with(&[test, "-p", &port, "127.0.0.1"]), PATIENCE);
     assert_eq!(client.status.code(), Some(5), "{client}");
-    assert!(client.stderr.contains("version 99") && client.stderr.contains("is version 3"), "{client}");
-    assert!(other.join().expect("no panic").starts_with("{\"verbs_perf\":3,"));
+    assert!(
+        client.stderr.contains("version 99") && client.stderr.contains(&format!("is version {VERSION}")),
+        "{client}"
+    );
+    assert!(other.join().expect("no panic").starts_with(&format!("{{\"verbs_perf\":{VERSION},")));
 }
 
 #[test]
@@ -367,7 +372,7 @@ fn a_client_of_another_version_is_refused_and_told() {
     (&stream).write_all(b"{\"verbs_perf\":99,\"greetings\":[]}\n").expect("it listens");
     let mut answer = String::new();
     BufReader::new(&stream).read_line(&mut answer).expect("an answer");
-    assert!(answer.starts_with("{\"verbs_perf\":3,") && answer.contains("version 99"), "{answer}");
+    assert!(answer.starts_with(&format!("{{\"verbs_perf\":{VERSION},")) && answer.contains("version 99"), "{answer}");
     let server = server.end();
     assert_eq!(server.status.code(), Some(5), "{server}");
 }

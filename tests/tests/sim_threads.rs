@@ -12,7 +12,13 @@ fn run<R: Future<Output = ()>>(scenario: impl FnOnce(Arc<SimLab>) -> R) {
 verbs_tests::suite!(
     run,
     verbs_tests::scenarios::credits,
-    [both_sides_at_zero, flooding_without_reading, crossed_first_sends, concurrent_small_sends_fit_any_send_queue,]
+    [
+        both_sides_at_zero,
+        small_frames_that_wait_share_sends,
+        flooding_without_reading,
+        crossed_first_sends,
+        concurrent_small_sends_fit_any_send_queue,
+    ]
 );
 verbs_tests::suite!(
     run,

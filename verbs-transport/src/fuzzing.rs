@@ -16,6 +16,7 @@ use crate::{
         credit::WINDOW_MIN,
         frame::{FrameHeader, FrameKind, HEADER_BYTES, Lane, MessageType},
         link::{CONTROL_WRS, Filled, Frame, InFlight, Link, LinkError, LinkLimits, Outbox},
+        pack,
     },
 };
 
@@ -29,6 +30,25 @@ pub fn header(bytes: &[u8]) {
     if let Ok(header) = FrameHeader::decode(*head) {
         assert_eq!(header.encode(), *head, "each header has one encoding: {header:?}");
     }
+}
+
+/// Bytes as what stands behind the fixed header of a packed SEND: the first says how many frames.
+///
+/// # Panics
+///
+/// When a frame that was taken lies outside, or something is left over.
+pub fn pack(bytes: &[u8]) {
+    let Some((&says, body)) = bytes.split_first() else { return };
+    if pack::check(body, says.into(), 16 << 20).is_err() {
+        return;
+    }
+    let (mut at, mut found) = (0, 0);
+    for frame in pack::frames(body) {
+        assert!(frame.body.start == at + pack::ENTRY_BYTES && frame.header_len <= frame.body.len());
+        assert!(body.get(frame.body.clone()).is_some(), "a frame beyond the body");
+        (at, found) = (frame.body.end, found + 1);
+    }
+    assert!(at == body.len() && found == says, "{found} frames, {at} of {} bytes", body.len());
 }
 
 /// One side of a connection: the bytes say what the peer sends, what the application queues and how the device answers.
@@ -76,18 +96,24 @@ struct Batch {
     slabs: usize,
     inline_left: usize,
     entries: Vec<(Posted, [u8; HEADER_BYTES], bool)>,
+    /// What is written and not pushed yet.
+    slab: Vec<u8>,
     limits: LinkLimits,
 }
 
 const INLINE_BYTES: usize = 1024;
 
 impl Batch {
-    fn push(&mut self, seq: WrSeq, signaled: bool, parts: [&[u8]; 3], in_slab: bool) {
+    fn push(&mut self, seq: WrSeq, signaled: bool, bytes: &[u8], in_slab: bool) {
         assert!(self.entries.len() < POST_BATCH, "a WR beyond the batch");
-        let len: usize = parts.iter().map(|part| part.len()).sum();
+        let len = bytes.len();
         assert!(len <= self.limits.send_bytes as usize, "a SEND of {len} bytes");
         assert!(in_slab || len <= self.limits.inline_bytes as usize, "{len} bytes inline");
-        let head = parts[0].try_into().expect("the first part is the fixed header");
+        let head = *bytes.first_chunk().expect("a SEND has its fixed header");
+        if let Ok(FrameHeader { kind: FrameKind::Pack, word, .. }) = FrameHeader::decode(head) {
+            let frames = pack::check(&bytes[HEADER_BYTES..], word, u32::MAX);
+            assert_eq!((frames, word > 1), (Ok(()), true), "what is packed can be unpacked, and is more than one");
+        }
         self.entries.push((Posted { seq, signaled }, head, in_slab));
     }
 }
@@ -112,11 +138,18 @@ impl Outbox for Batch {
     }
 
     fn push_inline(&mut self, seq: WrSeq, signaled: bool, parts: [&[u8]; 3]) {
-        self.push(seq, signaled, parts, false);
+        self.push(seq, signaled, &parts.concat(), false);
     }
 
-    fn push_slab(&mut self, seq: WrSeq, signaled: bool, _slab: &mut SendSlab, parts: [&[u8]; 3]) {
-        self.push(seq, signaled, parts, true);
+    fn write_slab(&mut self, _slab: &mut SendSlab, at: usize, bytes: &[u8]) {
+        self.slab.resize(self.slab.len().max(at + bytes.len()), 0);
+        self.slab[at..at + bytes.len()].copy_from_slice(bytes);
+    }
+
+    fn push_slab(&mut self, seq: WrSeq, signaled: bool, bytes: usize) {
+        let slab = std::mem::take(&mut self.slab);
+        assert_eq!(slab.len(), bytes, "what was written is what is sent");
+        self.push(seq, signaled, &slab, true);
     }
 }
 
@@ -155,13 +188,14 @@ impl Run {
             receive_max_bytes: 1024 << (receive % 8),
             send_wrs: CONTROL_WRS + 10 + u32::from(wrs % 64),
             signal_every: 1 + u32::from(signal % 32),
+            packs: slabs & 0x20 == 0,
         };
         let slabs = 1 + usize::from(slabs % 32);
         let pool = (0..slabs).map(|index| SendSlab::mint(u32::try_from(index).unwrap_or(u32::MAX))).collect();
         Some(Self {
             link: Link::new(limits, signal & 0x80 != 0),
             limits,
-            batch: Batch { pool, slabs, inline_left: INLINE_BYTES, entries: Vec::new(), limits },
+            batch: Batch { pool, slabs, inline_left: INLINE_BYTES, entries: Vec::new(), slab: Vec::new(), limits },
             queue: VecDeque::new(),
             device: VecDeque::new(),
             now: Instant::now(),
@@ -279,6 +313,8 @@ impl Run {
                     assert!(whole.header_len <= whole.body.len());
                 }
             }
+            // What it holds is for the target of its own.
+            Ok(Incoming::Pack { body_len, .. }) => assert_eq!(body_len + HEADER_BYTES, len as usize),
             Ok(Incoming::Control) => {}
             Ok(Incoming::Pong { sent_at }) => assert!(sent_at <= self.now && self.link.is_proven()),
             Err(error) => assert_eq!(error.is_fatal(), self.fatal.is_some()),
@@ -313,7 +349,7 @@ impl Run {
             assert_eq!(self.link.slab(posted.seq).is_some(), *in_slab);
             let header = FrameHeader::decode(*head).expect("what is sent can be read");
             self.granted += u32::from(header.credits);
-            self.spent += u32::from(matches!(header.kind, FrameKind::Data(_)));
+            self.spent += u32::from(matches!(header.kind, FrameKind::Data(_) | FrameKind::Pack));
             if Some(index) == refused {
                 self.failed = true;
             }
@@ -389,6 +425,11 @@ mod tests {
     #[test]
     fn corpus_of_headers() {
         over_corpus(CRATE, "header", 5, super::header);
+    }
+
+    #[test]
+    fn corpus_of_packs() {
+        over_corpus(CRATE, "pack", 4, super::pack);
     }
 
     #[test]

@@ -88,9 +88,9 @@ impl Plan {
             unit: "messages/s",
             better: Better::Higher,
             target: Some(1.0),
-            rivals: usize::MAX,
+            rivals: 2,
             sweep: None,
-            contenders: self.rate(bytes, None),
+            contenders: self.rate(bytes, None).into_iter().chain([self.perf_rate_unpacked(bytes)]).collect(),
         };
         let connect = |addresses: [IpAddr; 2]| {
             let contenders = vec![
@@ -141,8 +141,19 @@ impl Plan {
         sizes.into_iter().chain(depths).collect()
     }
 
+    fn rate_iters(&self, bytes: u32) -> u64 {
+        (self.iters * RATE_ITERS).min(RUN_MAX_BYTES / u64::from(bytes)).max(100)
+    }
+
+    /// Ours as the others do it: each message in a SEND of its own.
+    fn perf_rate_unpacked(&self, bytes: u32) -> Contender {
+        let iters = self.rate_iters(bytes);
+        let words = ["--no-pack", "-s", &bytes.to_string(), "-n", &iters.to_string()].map(str::to_owned).to_vec();
+        self.perf("send-bw", words, "msg_rate_mpps", iters).called("each alone")
+    }
+
     fn rate(&self, bytes: u32, depth: Option<u32>) -> Vec<Contender> {
-        let iters = (self.iters * RATE_ITERS).min(RUN_MAX_BYTES / u64::from(bytes)).max(100);
+        let iters = self.rate_iters(bytes);
         let depth: Vec<String> = depth.into_iter().flat_map(|depth| ["-t".to_owned(), depth.to_string()]).collect();
         let (size, count) = (bytes.to_string(), iters.to_string());
         let words = |fixed: &[&str]| fixed.iter().map(|word| (*word).to_owned()).chain(depth.clone()).collect();

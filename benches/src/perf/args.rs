@@ -142,6 +142,9 @@ pub(crate) struct Common {
     /// Bytes of each slab, that is, of the longest SEND, with 8 for the frame's header [default: the library's]
     #[arg(long, value_name = "BYTES", value_parser = clap::value_parser!(u32).range(256..=1 << 20))]
     pub(crate) slab: Option<u32>,
+    /// Messages that have to wait go one to a SEND, as all others do, and not several [default: several]
+    #[arg(long)]
+    pub(crate) no_pack: bool,
     /// No warning of a CPU clock that is scaled
     #[arg(short = 'F', long = "CPU-freq")]
     pub(crate) no_clock_warning: bool,

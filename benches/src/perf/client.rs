@@ -212,6 +212,7 @@ fn setup(args: &TestArgs) -> Setup {
         send_wrs: common.tx_depth,
         signal_every: common.cq_mod,
         slab_bytes: common.slab,
+        pack: !common.no_pack,
         bulk: args.has_bulk().then(|| BulkSetup {
             outs: args.rma().and_then(|rma| rma.outs),
             chunk_bytes: args.rma().and_then(|rma| rma.chunk),

@@ -24,7 +24,7 @@ use super::{
 use crate::{environment::Environment, usage::CpuTime};
 
 /// Changes with every change of the words below.
-pub(crate) const VERSION: u32 = 3;
+pub(crate) const VERSION: u32 = 4;
 
 /// No word and no beat for so long: the other side hangs, or its host is gone.
 const SILENCE: Duration = Duration::from_secs(30);
@@ -75,6 +75,8 @@ pub(crate) struct Setup {
     pub(crate) send_wrs: Option<u32>,
     pub(crate) signal_every: Option<u32>,
     pub(crate) slab_bytes: Option<u32>,
+    /// Whether messages that wait go several to a SEND.
+    pub(crate) pack: bool,
     /// Whether workers have bulk memory, and its numbers.
     pub(crate) bulk: Option<BulkSetup>,
     /// The server's workers.

@@ -342,6 +342,7 @@ fn config(setup: &Setup, ip: IpAddr) -> Config {
     let inline = setup.inline_bytes.map(|bytes| if bytes == 0 { 0 } else { bytes + FRAME_BYTES });
     Config {
         bind: (ip, 0).into(),
+        pack_waiting: setup.pack,
         progress: match setup.polling {
             Polling::Manual => Progress::Manual,
             Polling::BusyPoll => Progress::BusyPoll,

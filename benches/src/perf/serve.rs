@@ -36,6 +36,7 @@ pub(crate) fn serve(args: &TestArgs) -> Result<Report, Failure> {
         send_wrs: None,
         signal_every: None,
         slab_bytes: None,
+        pack: true,
         bulk: None,
         servers: 1,
         peers: 1,

@@ -108,6 +108,7 @@ pub fn worker(rng: &mut Rng, plan: &Plan, mood: Mood, n: u32) -> (Config, HostCo
         inline_threshold_bytes: one_of(rng, [0, 60, 220]),
         eager_max_bytes: 64 << 10,
         channel_frames: one_of(rng, [1, 4, 32, 256]),
+        pack_waiting: rng.bool(),
         inbound_max_bytes: 64 << 10,
         zero_copy_slabs,
         zero_copy_min_bytes: rng.u32(0..=200),

@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use verbs_transport::MessageType;
+use verbs_transport::{Config, LinkCounts, MessageType};
 
 use crate::{
     lab::Lab,
@@ -12,7 +12,17 @@ use crate::{
 const LONG: Duration = Duration::from_secs(60);
 
 async fn both_registered<L: Lab>(lab: &L) -> (Node<L::F>, Node<L::F>) {
-    let (a, b) = (Node::start(lab, 1).await, Node::start(lab, 2).await);
+    both_with(lab, |config| config).await
+}
+
+/// Each frame in a SEND of its own, or a burst of small ones would not spend a window.
+async fn both_without_packing<L: Lab>(lab: &L) -> (Node<L::F>, Node<L::F>) {
+    both_with(lab, |config| Config { pack_waiting: false, ..config }).await
+}
+
+async fn both_with<L: Lab>(lab: &L, change: impl Fn(Config) -> Config) -> (Node<L::F>, Node<L::F>) {
+    let start = async |n| Node::start_with(lab.fabric(n), change(lab.config(n))).await;
+    let (a, b) = (start(1).await, start(2).await);
     a.register(&b);
     b.register(&a);
     (a, b)
@@ -20,7 +30,7 @@ async fn both_registered<L: Lab>(lab: &L) -> (Node<L::F>, Node<L::F>) {
 
 /// MT-30: one way only, so nothing comes back but pure grants.
 pub async fn window_drained_and_revived_by_pure_grants<L: Lab>(lab: Arc<L>) {
-    let (a, mut b) = both_registered(&*lab).await;
+    let (a, mut b) = both_without_packing(&*lab).await;
     for n in 0..1000u32 {
         let _ = a.send(b.id(), MessageType::Message, n.to_be_bytes().to_vec(), "one way");
     }
@@ -38,7 +48,7 @@ pub async fn window_drained_and_revived_by_pure_grants<L: Lab>(lab: Arc<L>) {
 
 /// MT-30: both windows are spent before either side has seen a frame.
 pub async fn both_sides_at_zero<L: Lab>(lab: Arc<L>) {
-    let (mut a, mut b) = both_registered(&*lab).await;
+    let (mut a, mut b) = both_without_packing(&*lab).await;
     a.worker.ensure_connected(b.id()).await.expect("connected");
     b.worker.ensure_connected(a.id()).await.expect("connected");
     for n in 0..500u32 {
@@ -51,6 +61,45 @@ pub async fn both_sides_at_zero<L: Lab>(lab: Arc<L>) {
     }
     a.errors.assert_none();
     b.errors.assert_none();
+    a.stop().await;
+    b.stop().await;
+}
+
+/// Frames that have to wait share SENDs: a burst of small ones takes a few credits and not one each, in order and none
+/// lost; frames that are too large for that go alone between them, in their turn.
+pub async fn small_frames_that_wait_share_sends<L: Lab>(lab: Arc<L>) {
+    const FRAMES: u32 = 3000;
+    let (mut a, mut b) = both_registered(&*lab).await;
+    a.worker.ensure_connected(b.id()).await.expect("connected");
+    let payload = |n: u32| crate::node::pattern(if n % 500 == 499 { 30_000 } else { (n % 70) as usize });
+    for n in 0..FRAMES {
+        let _ = a.send(b.id(), MessageType::ALL[(n % 4) as usize], n.to_be_bytes().to_vec(), payload(n));
+        let _ = b.send(a.id(), MessageType::Message, n.to_be_bytes().to_vec(), payload(n));
+    }
+    let inbound = &mut b.inbound;
+    for round in 0..FRAMES / 4 {
+        let streams = [&mut inbound.message, &mut inbound.response];
+        for (kind, stream) in streams.into_iter().enumerate() {
+            let n = round * 4 + u32::try_from(kind).expect("a small number");
+            let frame = next_within(stream, LONG).await;
+            assert_eq!((&frame.header[..], &frame.payload[..]), (&n.to_be_bytes()[..], &payload(n)[..]));
+        }
+        for n in [round * 4 + 2, round * 4 + 3] {
+            let frame = next_within(&mut inbound.event, LONG).await;
+            assert_eq!((&frame.header[..], &frame.payload[..]), (&n.to_be_bytes()[..], &payload(n)[..]));
+        }
+    }
+    for n in 0..FRAMES {
+        let frame = next_within(&mut a.inbound.message, LONG).await;
+        assert_eq!((&frame.header[..], &frame.payload[..]), (&n.to_be_bytes()[..], &payload(n)[..]));
+    }
+    for node in [&a, &b] {
+        let LinkCounts { sends_inline, sends_copied, sends_packed, frames_packed, .. } = node.worker.stats().links;
+        let sends = sends_inline + sends_copied + sends_packed;
+        assert!(sends_packed > 0 && frames_packed > u64::from(FRAMES) / 2, "{frames_packed} of {FRAMES} frames");
+        assert!(sends < u64::from(FRAMES) / 2, "{sends} SENDs for {FRAMES} frames");
+        node.errors.assert_none();
+    }
     a.stop().await;
     b.stop().await;
 }
@@ -153,6 +202,7 @@ pub async fn concurrent_small_sends_fit_any_send_queue<L: Lab>(lab: Arc<L>) {
     for send_wrs in [63, 16] {
         let mut config = lab.config(1);
         config.send_wrs = send_wrs;
+        config.pack_waiting = false;
         let (a, mut b) = (Node::start_with(lab.fabric(1), config).await, Node::start(&*lab, 2).await);
         a.register(&b);
         let mut senders = Vec::new();

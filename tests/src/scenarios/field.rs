@@ -265,7 +265,7 @@ pub async fn the_srq_limit_is_told_and_refilled<L: Lab>(lab: Arc<L>) {
         // Only a new connection has its window in full.
         let mut peers = Vec::new();
         for n in 0..PEERS {
-            let config = Config { window_slabs: 8, ..lab.config(n + 2) };
+            let config = Config { window_slabs: 8, pack_waiting: false, ..lab.config(n + 2) };
             let peer = Node::start_with(lab.fabric_with(n + 2, few), config).await;
             peer.register(&a);
             peer.worker.ensure_connected(a.id()).await.expect("connected");

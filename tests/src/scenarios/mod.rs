@@ -113,6 +113,7 @@ macro_rules! messaging_suite {
             [
                 window_drained_and_revived_by_pure_grants,
                 both_sides_at_zero,
+                small_frames_that_wait_share_sends,
                 many_messages_without_rnr,
                 flooding_without_reading,
                 crossed_first_sends,

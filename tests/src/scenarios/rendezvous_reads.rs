@@ -18,7 +18,7 @@ use verbs_rma::{
     rendezvous::StageOptions,
 };
 use verbs_transport::{
-    Lane, MessageType,
+    FEATURE_RMA, Lane, MessageType,
     fabric::bulk::{Access, BulkFabric, OwnedBytes, Rkey},
 };
 
@@ -418,8 +418,8 @@ pub async fn lying_owners_do_no_harm<L: Lab<F: BulkFabric>>(lab: Arc<L>) {
     consumer.until("late answers", PATIENCE, |stats| stats.answers_late >= 3).await;
     assert_eq!(consumer.rendezvous.worker().stats().epochs_begun, 1, "messages noticed nothing");
     assert_eq!(
-        consumer.rendezvous.worker().peer_facts(id).and_then(|facts| facts.run).map(|run| run.features),
-        Some(1)
+        consumer.rendezvous.worker().peer_facts(id).and_then(|facts| facts.run).map(|run| run.features & FEATURE_RMA),
+        Some(FEATURE_RMA)
     );
     consumer.assert_empty(PATIENCE).await;
     consumer.stop().await;

@@ -26,6 +26,13 @@ pub enum Incoming {
         /// The frame is complete with it.
         last: bool,
     },
+    /// Several whole frames: give the body to [`Link::unpack`](super::link::Link::unpack).
+    Pack {
+        /// How many, as the header says.
+        frames: u32,
+        /// Bytes behind the fixed header.
+        body_len: usize,
+    },
     /// A control frame, dealt with.
     Control,
     /// The PING is answered; it was posted at the given time.
@@ -125,6 +132,20 @@ impl Assembly {
     #[inline]
     pub const fn takes_whole(&self, header_len: u32, body: u32, limit: u32) -> bool {
         self.head.is_none() && header_len <= body && body <= limit
+    }
+
+    /// Judges a packed SEND. A frame under way is dropped: it can not go on.
+    ///
+    /// # Errors
+    ///
+    /// [`Malformed::PackWithin`].
+    pub fn accept_pack(&mut self, frames: u32, body: u32) -> Result<Incoming, Malformed> {
+        if self.head.is_some() {
+            let at = u32::try_from(self.body.len()).unwrap_or(u32::MAX);
+            self.clear();
+            return Err(Malformed::PackWithin { at });
+        }
+        Ok(Incoming::Pack { frames, body_len: body as usize })
     }
 
     /// Where a fragment's body is appended.

@@ -6,7 +6,7 @@
 //! byte 2     flags
 //! byte 3     credits granted
 //! bytes 4-7  big endian: length of the user header (first SEND of a frame), offset of this SEND's body in the frame
-//!            (later SENDs), token (PING, PONG), 0 (PURE_GRANT)
+//!            (later SENDs), token (PING, PONG), 0 (PURE_GRANT), number of frames (PACK)
 //! ```
 
 use std::fmt;
@@ -81,8 +81,13 @@ impl Lane {
         }
     }
 
+    /// The two bits in place.
+    pub(super) const fn to_flags(self) -> u8 {
+        (self as u8) << LANE_SHIFT
+    }
+
     /// The two bits in place; 3 is no lane.
-    const fn from_flags(flags: u8) -> Option<Self> {
+    pub(super) const fn from_flags(flags: u8) -> Option<Self> {
         match (flags & LANE_MASK) >> LANE_SHIFT {
             0 => Some(Self::Application),
             1 => Some(Self::Service),
@@ -103,6 +108,8 @@ pub enum FrameKind {
     Pong,
     /// Gives credits back and nothing else.
     PureGrant,
+    /// Several whole frames of an application: spends one credit. See [`pack`](super::pack).
+    Pack,
 }
 
 impl FrameKind {
@@ -112,6 +119,7 @@ impl FrameKind {
             Self::Ping => 5,
             Self::Pong => 6,
             Self::PureGrant => 7,
+            Self::Pack => 8,
         }
     }
 
@@ -121,6 +129,7 @@ impl FrameKind {
             5 => Self::Ping,
             6 => Self::Pong,
             7 => Self::PureGrant,
+            8 => Self::Pack,
             _ => return None,
         })
     }
@@ -236,6 +245,30 @@ pub enum Malformed {
         /// What it should be; `u32::MAX` when no frame was under way.
         expected: u32,
     },
+    /// A packed SEND ends within one of its frames.
+    #[error(
+        "a packed SEND that is cut off: at offset {at} of its body {left} bytes are left, too few for the frame there"
+    )]
+    PackCut {
+        /// Where.
+        at: u32,
+        /// What is left.
+        left: u32,
+    },
+    /// A packed SEND holds another number of frames than it says, or none.
+    #[error("a packed SEND of {says} frames that holds {holds}")]
+    PackCount {
+        /// What its header says.
+        says: u32,
+        /// What there is.
+        holds: u32,
+    },
+    /// A packed SEND between the fragments of a frame.
+    #[error("a packed SEND at offset {at} of a frame that is not complete")]
+    PackWithin {
+        /// Bytes of the frame so far.
+        at: u32,
+    },
     /// The fragments add up to more than this side takes.
     #[error("frame of more than {limit} bytes")]
     TooLarge {
@@ -255,7 +288,7 @@ impl FrameHeader {
         if self.last {
             flags |= FLAG_LAST;
         }
-        flags |= (self.lane as u8) << LANE_SHIFT;
+        flags |= self.lane.to_flags();
         let [a, b, c, d] = self.word.to_be_bytes();
         [MAGIC_V1, self.kind.to_wire(), flags, self.credits, a, b, c, d]
     }
@@ -321,7 +354,7 @@ mod tests {
     use super::*;
 
     fn any_header() -> impl Strategy<Value = FrameHeader> {
-        (0u8..8, 0u8..3, any::<bool>(), any::<bool>(), 0usize..3, any::<u8>(), any::<u32>()).prop_map(
+        (0u8..9, 0u8..3, any::<bool>(), any::<bool>(), 0usize..3, any::<u8>(), any::<u32>()).prop_map(
             |(kind, wish, first, last, lane, credits, word)| {
                 let kind = FrameKind::from_wire(kind).unwrap();
                 let data = matches!(kind, FrameKind::Data(_));
@@ -413,6 +446,7 @@ mod tests {
             (data(false, true, 16_368), [0xB1, 0, 8, 0, 0, 0, 0x3F, 0xF0]),
             (laned(Lane::Service, 0), [0xB1, 0, 0x1C, 0, 0, 0, 0, 0]),
             (laned(Lane::Indirect, 2), [0xB1, 0, 0x2C, 0, 0, 0, 0, 2]),
+            (FrameHeader { word: 2, ..control(FrameKind::Pack, 3) }, [0xB1, 8, 0, 3, 0, 0, 0, 2]),
         ];
         for (header, bytes) in golden {
             assert_eq!(header.encode(), bytes);
@@ -424,7 +458,7 @@ mod tests {
     #[test]
     fn unknown_type_flags_and_version_are_refused() {
         assert_eq!(FrameHeader::decode([0xB2, 0, 12, 0, 0, 0, 0, 0]), Err(Malformed::Magic { found: 0xB2 }));
-        for kind in 8..=255 {
+        for kind in 9..=255 {
             assert_eq!(FrameHeader::decode([0xB1, kind, 0, 0, 0, 0, 0, 0]), Err(Malformed::Type { found: kind }));
         }
         for flags in [0b11, 0b11_0000, 0b11_1100, 0b100_0000, 0b1000_0000] {
@@ -436,6 +470,8 @@ mod tests {
         for flags in [0b100, 0b1_0000, 0b10_0000] {
             let error = Err(Malformed::Flags { found: flags, kind: 5 });
             assert_eq!(FrameHeader::decode([0xB1, 5, flags, 0, 0, 0, 0, 0]), error, "a control frame has no lane");
+            let error = Err(Malformed::Flags { found: flags, kind: 8 });
+            assert_eq!(FrameHeader::decode([0xB1, 8, flags, 0, 0, 0, 0, 0]), error, "nor has a pack: its frames have");
         }
     }
 }

@@ -20,6 +20,8 @@ use super::{
 };
 use crate::fabric::{SendSlab, WrSeq};
 
+mod packing;
+
 /// Work requests kept free of data: one PONG, one PING, four pure grants.
 pub const CONTROL_WRS: u32 = 6;
 
@@ -69,13 +71,22 @@ impl fmt::Debug for Frame {
     }
 }
 
-/// What one posted WR holds until it is covered.
+/// What a posted WR held until it was covered. Of a packed SEND there is one of these for each frame, the first with the
+/// slab.
 #[derive(Debug)]
 pub struct InFlight {
     /// The slab that the device reads.
     pub slab: Option<SendSlab>,
     /// The frame that this WR was the last SEND of.
     pub frame: Option<Frame>,
+}
+
+/// A posted WR in the table.
+#[derive(Debug)]
+struct Posted {
+    op: InFlight,
+    /// Frames beyond the first: the next so many of [`Link::packed`].
+    more: u32,
 }
 
 /// Numbers that both sides have agreed on.
@@ -95,6 +106,8 @@ pub struct LinkLimits {
     pub send_wrs: u32,
     /// A signal at least every so many WRs.
     pub signal_every: u32,
+    /// Whether frames that wait go several to a SEND.
+    pub packs: bool,
 }
 
 /// Where [`Link::fill`] puts work requests.
@@ -114,8 +127,23 @@ pub trait Outbox {
     /// The inline SEND for which room was reserved.
     fn push_inline(&mut self, seq: WrSeq, signaled: bool, parts: [&[u8]; 3]);
 
+    /// Copies `bytes` into the slab, `at` bytes from its start.
+    fn write_slab(&mut self, slab: &mut SendSlab, at: usize, bytes: &[u8]);
+
+    /// A SEND of the first `bytes` bytes of the slab that was written last.
+    fn push_slab(&mut self, seq: WrSeq, signaled: bool, bytes: usize);
+
     /// A SEND out of a slab: the parts are copied into it.
-    fn push_slab(&mut self, seq: WrSeq, signaled: bool, slab: &mut SendSlab, parts: [&[u8]; 3]);
+    fn push_copied(&mut self, seq: WrSeq, signaled: bool, slab: &mut SendSlab, parts: [&[u8]; 3]) {
+        let mut at = 0;
+        for part in parts {
+            if !part.is_empty() {
+                self.write_slab(slab, at, part);
+                at += part.len();
+            }
+        }
+        self.push_slab(seq, signaled, at);
+    }
 }
 
 /// Why [`Link::fill`] stopped.
@@ -171,7 +199,11 @@ pub struct LinkCounts {
     pub sends_inline: u64,
     /// SENDs of data, copied into a slab.
     pub sends_copied: u64,
-    /// Of these, SENDs that were one of several of their frame.
+    /// SENDs of data, with several frames each.
+    pub sends_packed: u64,
+    /// The frames in them.
+    pub frames_packed: u64,
+    /// Of those copied, SENDs that were one of several of their frame.
     pub fragments: u64,
     /// Pure grants sent.
     pub pure_grants: u64,
@@ -208,7 +240,9 @@ pub struct Link {
     limits: LinkLimits,
     tx: TxCredits,
     rx: RxCredits,
-    sends: SendQueue<InFlight>,
+    sends: SendQueue<Posted>,
+    /// Frames of packed SENDs in flight, without the first of each, in order.
+    packed: VecDeque<Frame>,
     /// Bytes of the waiting queue's first frame that are posted already.
     cursor: usize,
     assembly: Assembly,
@@ -238,6 +272,7 @@ impl Link {
             tx: TxCredits::new(limits.tx_window),
             rx: RxCredits::new(limits.rx_window),
             sends: SendQueue::new(limits.send_wrs, limits.signal_every),
+            packed: VecDeque::new(),
             cursor: 0,
             assembly: Assembly::default(),
             pong_due: None,
@@ -355,7 +390,7 @@ impl Link {
 
     /// The slab of a WR in flight, for posting it.
     pub fn slab(&self, seq: WrSeq) -> Option<&SendSlab> {
-        self.sends.get(seq)?.slab.as_ref()
+        self.sends.get(seq)?.op.slab.as_ref()
     }
 
     /// Moves what may go now into `out`: control frames first, then the frames of `queue` in order.
@@ -381,18 +416,28 @@ impl Link {
                 }
                 return Filled::NoCredit;
             }
+            if let Some(slab) = self.place_pack(queue, out) {
+                self.end_stall(&now);
+                self.fill_pack(queue, slab, out);
+                continue;
+            }
             let left = frame.body_bytes() - self.cursor;
             let body = left.min(self.limits.send_bytes as usize - HEADER_BYTES);
             match self.place(HEADER_BYTES + body, out) {
                 Ok(slab) => {
-                    // The clock is read where a stall begins and ends, not for each message.
-                    if let Some(since) = self.stalled.take() {
-                        self.counts.credit_stalled += now().saturating_duration_since(since);
-                    }
+                    self.end_stall(&now);
                     self.fill_data(queue, body, slab, out);
                 }
                 Err(stop) => return stop,
             }
+        }
+    }
+
+    /// The clock is read where a stall begins and ends, not for each message.
+    #[inline]
+    fn end_stall(&mut self, now: impl Fn() -> Instant) {
+        if let Some(since) = self.stalled.take() {
+            self.counts.credit_stalled += now().saturating_duration_since(since);
         }
     }
 
@@ -424,7 +469,7 @@ impl Link {
     /// The frame is in flight: post it now.
     #[inline]
     pub fn sent_now(&mut self, frame: Frame) -> Posting {
-        self.sends.push(InFlight { slab: None, frame: Some(frame) }, false)
+        self.push(None, Some(frame), 0, false)
     }
 
     /// Room for one SEND of `bytes`: inline (`None`) or in a slab.
@@ -465,13 +510,18 @@ impl Link {
             Some(mut slab) => {
                 self.counts.sends_copied += 1;
                 let scarce = out.slabs_scarce();
-                out.push_slab(seq, self.sends.will_signal(scarce), &mut slab, [&head, header, payload]);
+                out.push_copied(seq, self.sends.will_signal(scarce), &mut slab, [&head, header, payload]);
                 (scarce, Some(slab))
             }
         };
         self.cursor = if last { 0 } else { to };
         let frame = if last { queue.pop_front() } else { None };
-        self.sends.push(InFlight { slab, frame }, force_signal);
+        self.push(slab, frame, 0, force_signal);
+    }
+
+    #[inline]
+    fn push(&mut self, slab: Option<SendSlab>, frame: Option<Frame>, more: u32, force_signal: bool) -> Posting {
+        self.sends.push(Posted { op: InFlight { slab, frame }, more }, force_signal)
     }
 
     /// Whether [`Link::fill`] would post something without any frame.
@@ -527,11 +577,11 @@ impl Link {
                     None
                 }
                 Some(mut slab) => {
-                    out.push_slab(seq, signaled, &mut slab, [&head, &[], &[]]);
+                    out.push_copied(seq, signaled, &mut slab, [&head, &[], &[]]);
                     Some(slab)
                 }
             };
-            self.sends.push(InFlight { slab, frame: None }, force_signal);
+            self.push(slab, None, 0, force_signal);
         }
     }
 
@@ -593,13 +643,17 @@ impl Link {
             }
         };
         let body = bytes - HEADER_BYTES_U32;
-        let FrameKind::Data(kind) = header.kind else {
+        if !matches!(header.kind, FrameKind::Data(_) | FrameKind::Pack) {
             return self.on_control(header, body);
-        };
+        }
         self.rx.on_receive()?;
         self.on_credits(header)?;
         let limit = self.limits.receive_max_bytes;
-        self.assembly.accept(kind, header, body, limit).map_err(|malformed| self.malformed(malformed))
+        let incoming = match header.kind {
+            FrameKind::Data(kind) => self.assembly.accept(kind, header, body, limit),
+            _ => self.assembly.accept_pack(header.word, body),
+        };
+        incoming.map_err(|malformed| self.malformed(malformed))
     }
 
     fn on_control(&mut self, header: FrameHeader, body: u32) -> Result<Incoming, LinkError> {
@@ -683,20 +737,26 @@ impl Link {
     }
 
     /// A good send completion. `each` gets what the covered WRs held.
-    pub fn on_send_done(&mut self, seq: WrSeq, each: impl FnMut(InFlight, Ended)) {
-        self.sends.complete(seq, each);
+    pub fn on_send_done(&mut self, seq: WrSeq, mut each: impl FnMut(InFlight, Ended)) {
+        let packed = &mut self.packed;
+        self.sends.complete(seq, |posted, ended| posted.unpack(packed, |op| each(op, ended)));
     }
 
     /// A failed or flushed send completion.
-    pub fn on_send_failed(&mut self, seq: WrSeq, each: impl FnMut(InFlight, Ended)) {
+    pub fn on_send_failed(&mut self, seq: WrSeq, mut each: impl FnMut(InFlight, Ended)) {
         self.ended = true;
-        self.sends.fail(seq, each);
+        let packed = &mut self.packed;
+        self.sends.fail(seq, |posted, ended| posted.unpack(packed, |op| each(op, ended)));
     }
 
     /// The device refused the WRs from `seq` on.
-    pub fn take_back(&mut self, seq: WrSeq) -> impl Iterator<Item = InFlight> {
+    pub fn take_back(&mut self, seq: WrSeq) -> impl Iterator<Item = InFlight> + use<> {
         self.ended = true;
-        self.sends.take_back(seq)
+        let refused: Vec<Posted> = self.sends.take_back(seq).collect();
+        // Theirs are the last ones.
+        let more: usize = refused.iter().map(|posted| posted.more as usize).sum();
+        let mut packed = self.packed.split_off(self.packed.len() - more);
+        Posted::unpack_all(refused, &mut packed)
     }
 
     /// The connection has ended: nothing more goes out. What had come in before may still be taken.
@@ -708,11 +768,12 @@ impl Link {
     /// posted behind all others: its flush tells that everything before it has ended, and that every receive which
     /// completed before is polled. `None` when the queue is full, which the WR kept free for it prevents.
     pub fn drain_marker(&mut self) -> Option<WrSeq> {
-        (self.sends.free() > 0).then(|| self.sends.push(InFlight { slab: None, frame: None }, true).seq)
+        (self.sends.free() > 0).then(|| self.push(None, None, 0, true).seq)
     }
 
     /// No completion will come any more.
-    pub fn abandon(&mut self) -> impl Iterator<Item = InFlight> {
-        self.sends.abandon()
+    pub fn abandon(&mut self) -> impl Iterator<Item = InFlight> + use<> {
+        let rest = self.sends.abandon().collect();
+        Posted::unpack_all(rest, &mut self.packed)
     }
 }

@@ -4,6 +4,7 @@ pub mod assembly;
 pub mod credit;
 pub mod frame;
 pub mod link;
+pub mod pack;
 pub mod receive_share;
 pub mod send_queue;
 

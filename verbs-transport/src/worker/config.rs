@@ -71,6 +71,11 @@ pub struct Config {
     pub eager_max_bytes: u32,
     /// Frames that wait for credits in a peer's channel before sends are told to wait: 1 to 65,536, default 256.
     pub channel_frames: usize,
+    /// Whether frames that have to wait (for a credit, a send WR or the connection) go several to a SEND once they may, as
+    /// many as a slab takes; default true. What does not wait is sent at once and alone either way. Without it each small
+    /// frame of a burst costs a credit, a WR and a slab of the peer's: several times the work. Measured:
+    /// `docs/performance.md`.
+    pub pack_waiting: bool,
     /// Bytes received but not yet taken by the application, over all peers: 64 KiB and more, default 64 MiB. Above it
     /// credits are held back, so that senders feel it.
     pub inbound_max_bytes: usize,
@@ -131,6 +136,7 @@ impl Default for Config {
             inline_threshold_bytes: 220,
             eager_max_bytes: 16 << 20,
             channel_frames: 256,
+            pack_waiting: true,
             inbound_max_bytes: 64 << 20,
             zero_copy_slabs: 0,
             zero_copy_min_bytes: 2048,

@@ -8,7 +8,7 @@ use verbs_bootstrap::{Generation, LifeSocket, Net, Offer, Plane, PortIdentity, Q
 
 use super::{
     error::{EpochEnd, SendError},
-    layer::FEATURE_RMA,
+    layer::{FEATURE_PACK, FEATURE_RMA},
     news::hex,
     peer::{Effects, Epoch, Peer, PeerState},
     shared::Shared,
@@ -220,6 +220,7 @@ impl<F: Fabric> Shared<F> {
             receive_max_bytes: self.config.eager_max_bytes,
             send_wrs: granted.send_wrs.min(self.config.send_wrs),
             signal_every: self.config.signal_every,
+            packs: self.config.pack_waiting && remote.features & FEATURE_PACK != 0,
         }
     }
 }

@@ -27,6 +27,7 @@ use crate::{
         assembly::Incoming,
         frame::{HEADER_BYTES, Lane, MessageType},
         link::{Link, LinkError},
+        pack::Packed,
         send_queue::Ended,
     },
 };
@@ -135,10 +136,39 @@ impl Arrivals<'_> {
                     self.into.push(Delivery { peer, kind: whole.kind, lane: whole.lane, header_len, body });
                 }
             }
+            Incoming::Pack { frames, body_len } => {
+                let unpacked = self.unpack(shared, peer, link, &slab, (frames, body_len));
+                self.reposts.push(slab);
+                return unpacked.map(|()| false);
+            }
             Incoming::Control | Incoming::Pong { .. } => {}
         }
         self.reposts.push(slab);
         Ok(matches!(incoming, Incoming::Pong { .. }))
+    }
+
+    /// The frames of a packed SEND, each copied.
+    fn unpack<F: Fabric>(
+        &mut self,
+        shared: &Shared<F>,
+        peer: InstanceId,
+        link: &mut Link,
+        slab: &RecvSlab,
+        (frames, body_len): (u32, usize),
+    ) -> Result<(), LinkError> {
+        let from = self.scratch.len();
+        shared.fabric.append_slab(slab, HEADER_BYTES, body_len, self.scratch);
+        let Self { sink, into, scratch, .. } = self;
+        let handled = matches!(sink, Some(Sink::Handler(_)));
+        let bytes = &scratch[from..];
+        link.unpack(frames, bytes, |Packed { kind, lane, header_len, body }| {
+            let body = if handled || lane == Lane::Service {
+                Body::Scratch(from + body.start..from + body.end)
+            } else {
+                Body::Owned(bytes[body].to_vec())
+            };
+            into.push(Delivery { peer, kind, lane, header_len, body });
+        })
     }
 
     /// The whole frame of a slab, copied or lent.
@@ -512,6 +542,7 @@ impl<F: Fabric> Driver<F> {
                 shared.counters.undelivered.add(1);
                 shared.counters.undelivered_bytes.add(body.len() as u64);
             }
+            self.scratch.clear();
             return;
         };
         for Delivery { peer, kind, lane, header_len, body } in deliveries {

@@ -34,6 +34,9 @@ use crate::{
 /// attached.
 pub const FEATURE_RMA: u64 = 1;
 
+/// Bit 1 of [`Offer::features`]: its sender takes several frames in one SEND. Always set by this version.
+pub const FEATURE_PACK: u64 = 1 << 1;
+
 /// Takes the frames of [`Lane::Service`], on the driver: what takes longer must be handed on, or nothing else moves on
 /// this worker. A panic is logged and goes no further.
 pub trait ServiceHandler: Send + Sync + 'static {
@@ -141,12 +144,12 @@ impl<S> Default for Layers<S> {
 impl<S> Layers<S> {
     /// For this side's offers.
     pub(crate) fn features(&self) -> u64 {
-        if self.service.get().is_some() || self.bulk.get().is_some() { FEATURE_RMA } else { 0 }
+        FEATURE_PACK | if self.any() { FEATURE_RMA } else { 0 }
     }
 
     /// Whether anything is attached that knows what to do with frames of other lanes.
     pub(crate) fn any(&self) -> bool {
-        self.features() != 0
+        self.service.get().is_some() || self.bulk.get().is_some()
     }
 
     pub(crate) fn service(&self) -> Option<&Arc<dyn ServiceHandler>> {

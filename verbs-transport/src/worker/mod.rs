@@ -48,7 +48,9 @@ pub use describe::PeerDescription;
 pub use drain::{DrainFlag, DrainPolicy, InFlightGuard};
 pub use error::{ConnectError, EpochEnd, HealthError, RegisterError, SendError, StartError};
 pub use inbound::{Borrowed, Handler, Inbound, Received, Stream};
-pub use layer::{AttachError, BulkAcceptor, FEATURE_RMA, PeerFacts, PeerObserver, PeerRun, ServiceHandler, WeakWorker};
+pub use layer::{
+    AttachError, BulkAcceptor, FEATURE_PACK, FEATURE_RMA, PeerFacts, PeerObserver, PeerRun, ServiceHandler, WeakWorker,
+};
 pub use metrics::describe_metrics;
 pub use stats::{FlowStats, Stats};
 

@@ -95,15 +95,13 @@ impl<F: Fabric> Outbox for Batch<'_, F> {
         self.entries.push(Entry { seq, signaled, bytes });
     }
 
-    fn push_slab(&mut self, seq: WrSeq, signaled: bool, slab: &mut SendSlab, parts: [&[u8]; 3]) {
-        let mut len = 0;
-        for part in parts {
-            if !part.is_empty() {
-                self.fabric.write_slab(slab, len, part);
-                len += part.len();
-            }
-        }
+    #[inline]
+    fn write_slab(&mut self, slab: &mut SendSlab, at: usize, bytes: &[u8]) {
+        self.fabric.write_slab(slab, at, bytes);
+    }
+
+    fn push_slab(&mut self, seq: WrSeq, signaled: bool, bytes: usize) {
         #[expect(clippy::cast_possible_truncation, reason = "a slab's size is a u32")]
-        self.entries.push(Entry { seq, signaled, bytes: Bytes::Slab { len: len as u32 } });
+        self.entries.push(Entry { seq, signaled, bytes: Bytes::Slab { len: bytes as u32 } });
     }
 }

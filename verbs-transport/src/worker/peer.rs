@@ -536,7 +536,9 @@ impl<F: Fabric> PeerState<F> {
     /// Gives back the memory of bursts when none has come for a while: not at once, or the next one would allocate it anew.
     /// Whether there is to be another look for that.
     pub(crate) fn trim(&mut self) -> bool {
-        if self.queue.capacity().max(self.gate.capacity()) <= IDLE_FRAMES {
+        let link = self.epoch.as_mut().and_then(|epoch| epoch.link.as_mut());
+        let packed = link.as_ref().map_or(0, |link| link.packed_room());
+        if self.queue.capacity().max(self.gate.capacity()).max(packed) <= IDLE_FRAMES {
             return false;
         }
         if self.looks_to_trim > 0 {
@@ -548,6 +550,9 @@ impl<F: Fabric> PeerState<F> {
         }
         if self.gate.is_empty() && self.gate.capacity() > IDLE_FRAMES {
             self.gate.shrink_to(IDLE_FRAMES);
+        }
+        if let Some(link) = link {
+            link.trim(IDLE_FRAMES);
         }
         false
     }

@@ -246,6 +246,8 @@ impl LinkCounts {
     pub(crate) fn add(&mut self, other: &Self) {
         self.sends_inline += other.sends_inline;
         self.sends_copied += other.sends_copied;
+        self.sends_packed += other.sends_packed;
+        self.frames_packed += other.frames_packed;
         self.fragments += other.fragments;
         self.pure_grants += other.pure_grants;
         self.pure_grants_received += other.pure_grants_received;

@@ -24,6 +24,7 @@ fn limits() -> LinkLimits {
         receive_max_bytes: 1 << 20,
         send_wrs: 63,
         signal_every: 16,
+        packs: false,
     }
 }
 

@@ -30,7 +30,7 @@ impl Packet {
     }
 
     fn is_data(&self) -> bool {
-        matches!(self.head().kind, FrameKind::Data(_))
+        matches!(self.head().kind, FrameKind::Data(_) | FrameKind::Pack)
     }
 }
 
@@ -40,6 +40,8 @@ struct Batch<'a> {
     slabs: usize,
     packets: Vec<Packet>,
     inline_used: usize,
+    /// What is written and not pushed yet.
+    slab: Vec<u8>,
 }
 
 const INLINE_ARENA: usize = 1024;
@@ -68,8 +70,15 @@ impl Outbox for Batch<'_> {
         self.packets.push(Packet { seq, signaled, bytes });
     }
 
-    fn push_slab(&mut self, seq: WrSeq, signaled: bool, _slab: &mut SendSlab, parts: [&[u8]; 3]) {
-        self.packets.push(Packet { seq, signaled, bytes: parts.concat() });
+    fn write_slab(&mut self, _slab: &mut SendSlab, at: usize, bytes: &[u8]) {
+        self.slab.resize(self.slab.len().max(at + bytes.len()), 0);
+        self.slab[at..at + bytes.len()].copy_from_slice(bytes);
+    }
+
+    fn push_slab(&mut self, seq: WrSeq, signaled: bool, bytes: usize) {
+        let slab = std::mem::take(&mut self.slab);
+        assert_eq!(slab.len(), bytes);
+        self.packets.push(Packet { seq, signaled, bytes: slab });
     }
 }
 
@@ -140,7 +149,13 @@ impl Side {
     /// As the worker pumps.
     pub(super) fn pump(&mut self, now: Instant) -> Filled {
         loop {
-            let mut batch = Batch { pool: &mut self.pool, slabs: self.slabs, packets: Vec::new(), inline_used: 0 };
+            let mut batch = Batch {
+                pool: &mut self.pool,
+                slabs: self.slabs,
+                packets: Vec::new(),
+                inline_used: 0,
+                slab: Vec::new(),
+            };
             let filled = self.link.fill(|| now, &mut self.queue, &mut batch);
             let packets = batch.packets;
             let none = packets.is_empty();
@@ -163,8 +178,9 @@ impl Side {
         // M-40.
         if packet.is_data() {
             let head = packet.head();
-            assert_eq!(head.first, !self.mid_frame, "no other data SEND comes between those of one frame");
-            self.mid_frame = !head.last;
+            let (first, last) = if head.kind == FrameKind::Pack { (true, true) } else { (head.first, head.last) };
+            assert_eq!(first, !self.mid_frame, "no other data SEND comes between those of one frame");
+            self.mid_frame = !last;
         }
         self.wire.push_back(packet);
     }
@@ -273,20 +289,27 @@ impl Pair {
         side.handling += u16::from(packet.is_data());
         let bytes = u32::try_from(packet.bytes.len()).unwrap();
         let body = &packet.bytes[HEADER_BYTES..];
-        let whole = match side.link.on_receive(packet.bytes[..HEADER_BYTES].try_into().unwrap(), bytes) {
+        let whole: Vec<Vec<u8>> = match side.link.on_receive(packet.bytes[..HEADER_BYTES].try_into().unwrap(), bytes) {
             Ok(Incoming::Whole { body_len, .. }) => {
                 assert_eq!(body_len, body.len());
-                Some(body.to_vec())
+                vec![body.to_vec()]
             }
             Ok(Incoming::Fragment { body_len, last }) => {
                 assert_eq!(body_len, body.len());
                 side.link.partial_mut().extend_from_slice(body);
-                last.then(|| side.link.finish_fragment().unwrap().body)
+                last.then(|| side.link.finish_fragment().unwrap().body).into_iter().collect()
             }
-            Ok(Incoming::Control | Incoming::Pong { .. }) => None,
+            Ok(Incoming::Pack { frames, body_len }) => {
+                assert_eq!(body_len, body.len());
+                let mut whole = Vec::new();
+                side.link.unpack(frames, body, |packed| whole.push(body[packed.body].to_vec())).unwrap();
+                assert!(whole.len() > 1, "a frame alone goes alone");
+                whole
+            }
+            Ok(Incoming::Control | Incoming::Pong { .. }) => Vec::new(),
             Err(error) => panic!("a link of ours breaks no rule: {error}"),
         };
-        if let Some(body) = whole {
+        for body in whole {
             let id = u64::from_be_bytes(body[..8].try_into().unwrap());
             assert_eq!(body, body_of(id, lengths[&id]), "frame {id} is intact");
             assert_eq!(side.received.last().copied(), id.checked_sub(1), "frames come in order, each once");

@@ -43,20 +43,25 @@ fn world() -> impl Strategy<Value = ([LinkLimits; 2], [usize; 2])> {
         (
             prop_oneof![Just(0u32), Just(8), Just(64), Just(220)],
             prop_oneof![Just(16u32), Just(17), Just(63)],
-            prop_oneof![Just(1u32), Just(4), Just(16), Just(256)],
+            (prop_oneof![Just(1u32), Just(4), Just(16), Just(256)], any::<bool>()),
             prop_oneof![Just(1usize), Just(2), Just(3), Just(8), Just(64)],
         )
     };
     (window(), window(), own(), own()).prop_map(|(to_b, to_a, a, b)| {
         let limits =
-            |tx_window, rx_window, (inline_bytes, send_wrs, signal_every, _): (u32, u32, u32, usize)| LinkLimits {
-                tx_window,
-                rx_window,
-                send_bytes: 64,
-                inline_bytes,
-                receive_max_bytes: 4096,
-                send_wrs,
-                signal_every,
+            |tx_window,
+             rx_window,
+             (inline_bytes, send_wrs, (signal_every, packs), _): (u32, u32, (u32, bool), usize)| {
+                LinkLimits {
+                    tx_window,
+                    rx_window,
+                    send_bytes: 64,
+                    inline_bytes,
+                    receive_max_bytes: 4096,
+                    send_wrs,
+                    signal_every,
+                    packs,
+                }
             };
         ([limits(to_b, to_a, a), limits(to_a, to_b, b)], [a.3, b.3])
     })

@@ -11,7 +11,7 @@ use crate::{
         assembly::Incoming,
         credit::CreditError,
         frame::{FrameHeader, FrameKind, GrantWish, HEADER_BYTES, HEADER_BYTES_U32, Lane, Malformed, MessageType},
-        link::{Filled, Frame, Link, LinkError, LinkLimits, Outbox},
+        link::{Filled, Frame, InFlight, Link, LinkError, LinkLimits, Outbox},
         send_queue::Ended,
     },
 };
@@ -23,11 +23,15 @@ const DATA: FrameKind = FrameKind::Data(MessageType::Message);
 struct Tray {
     heads: Vec<FrameHeader>,
     signaled: Vec<bool>,
+    slab: Vec<u8>,
+    scarce: bool,
+    bodies: Vec<Vec<u8>>,
 }
 
 impl Tray {
-    fn take(&mut self, signaled: bool, parts: [&[u8]; 3]) {
-        self.heads.push(FrameHeader::decode(parts[0].try_into().unwrap()).unwrap());
+    fn take(&mut self, signaled: bool, bytes: &[u8]) {
+        self.heads.push(FrameHeader::decode(*bytes.first_chunk().unwrap()).unwrap());
+        self.bodies.push(bytes[HEADER_BYTES..].to_vec());
         self.signaled.push(signaled);
     }
 }
@@ -40,16 +44,22 @@ impl Outbox for Tray {
         Some(SendSlab::mint(0))
     }
     fn slabs_scarce(&self) -> bool {
-        false
+        self.scarce
     }
     fn reserve_inline(&mut self, _bytes: usize) -> bool {
         true
     }
     fn push_inline(&mut self, _seq: WrSeq, signaled: bool, parts: [&[u8]; 3]) {
-        self.take(signaled, parts);
+        self.take(signaled, &parts.concat());
     }
-    fn push_slab(&mut self, _seq: WrSeq, signaled: bool, _slab: &mut SendSlab, parts: [&[u8]; 3]) {
-        self.take(signaled, parts);
+    fn write_slab(&mut self, _slab: &mut SendSlab, at: usize, bytes: &[u8]) {
+        self.slab.resize(self.slab.len().max(at + bytes.len()), 0);
+        self.slab[at..at + bytes.len()].copy_from_slice(bytes);
+    }
+    fn push_slab(&mut self, _seq: WrSeq, signaled: bool, bytes: usize) {
+        let slab = std::mem::take(&mut self.slab);
+        assert_eq!(slab.len(), bytes);
+        self.take(signaled, &slab);
     }
 }
 
@@ -117,13 +127,14 @@ fn every_state_meets_every_frame() {
     let fragment = FrameHeader { last: false, ..head(DATA, 0, 0) };
     let data: Event = ("data", head(DATA, 0, 2), 5);
     let first: Event = ("first fragment", fragment, 5);
+    let pack: Event = ("pack of two", head(FrameKind::Pack, 0, 2), 30);
     let ping: Event = ("PING", head(Ping, 0, 7), 0);
     let pong: Event = ("PONG due", head(Pong, 0, 1), 0);
     let grant: Event = ("grant of 16", head(PureGrant, 16, 0), 0);
 
     for state in STATES {
         // Data and fragments are taken in every state; what they prove differs.
-        for (name, header, body) in [data, first] {
+        for (name, header, body) in [data, first, pack] {
             let mut link = link_in(state);
             assert!(receive(&mut link, header, body).is_ok(), "{state:?} × {name}");
             let expected = match state {
@@ -395,6 +406,98 @@ fn data_leaves_the_control_frames_their_work_requests() {
     // The PONG carries the whole debt.
     assert_eq!((filled, sent), (Filled::NoWr, vec![FrameKind::Pong, FrameKind::Ping]));
     assert!(link.drain_marker().is_some());
+}
+
+/// A proven link that packs, with nothing in flight.
+fn packing() -> Link {
+    let mut link = Link::new(LinkLimits { packs: true, ..limits() }, true);
+    fill(&mut link, &mut VecDeque::new());
+    receive(&mut link, head(FrameKind::Pong, 0, 1), 0).unwrap();
+    link.on_send_done(WrSeq(0), |_, _| {});
+    link
+}
+
+/// Frames that wait share SENDs, each as full as it gets; what cannot share goes alone, in its turn.
+#[test]
+fn frames_that_wait_go_several_to_a_send() {
+    const PACK: FrameKind = FrameKind::Pack;
+    let sent = |lengths: &[usize], scarce: bool| {
+        let mut tray = Tray { scarce, ..Tray::default() };
+        let mut queue = (0..).zip(lengths).map(|(id, &bytes)| frame(id, MessageType::Message, bytes)).collect();
+        assert_eq!(packing().fill(Instant::now, &mut queue, &mut tray), Filled::Idle);
+        tray.heads.iter().map(|head| (head.kind, if head.kind == PACK { head.word } else { 1 })).collect::<Vec<_>>()
+    };
+    // Each takes 8 bytes for its id and 8 for its entry; a SEND has 8,192 and a fixed header.
+    assert_eq!(sent(&[1], false), [(DATA, 1)]);
+    assert_eq!(sent(&[1, 2, 0], false), [(PACK, 3)]);
+    assert_eq!(sent(&[4076, 4076, 5], false), [(PACK, 2), (DATA, 1)]);
+    assert_eq!(sent(&[4076, 4077, 5], false), [(DATA, 1), (PACK, 2)]);
+    assert_eq!(sent(&[10_000, 1, 2], false), [(DATA, 1), (DATA, 1), (PACK, 2)]);
+    assert_eq!(sent(&[100; 200], false), [(PACK, 70), (PACK, 70), (PACK, 60)]);
+    assert_eq!(sent(&[1, 2, 3], true), [(DATA, 1); 3], "slabs that are scarce are not for frames that go inline");
+}
+
+/// A packed SEND costs one credit and ends with one completion; its frames end one by one, in order.
+#[test]
+fn the_frames_of_a_packed_send_end_one_by_one() {
+    let batch = |link: &mut Link, ids: std::ops::Range<u64>| {
+        let mut queue = ids.map(|id| frame(id, MessageType::Message, 1)).collect();
+        link.fill(Instant::now, &mut queue, &mut Tray::default());
+        WrSeq(link.next_seq().0 - 1)
+    };
+    let ids = |ops: &[(InFlight, Ended)]| {
+        let id = |frame: &Frame| u64::from_be_bytes(frame.header[..8].try_into().unwrap());
+        ops.iter().map(|(op, ended)| (op.frame.as_ref().map(id), op.slab.is_some(), *ended)).collect::<Vec<_>>()
+    };
+    let new = || {
+        let mut link = packing();
+        let packs = [batch(&mut link, 0..3), batch(&mut link, 3..5)];
+        assert_eq!(link.credits_left(), 64 - 2);
+        assert_eq!((link.counts().sends_packed, link.counts().frames_packed), (2, 5));
+        (link, packs)
+    };
+    let all = |range: std::ops::Range<u64>, first: u64, ended| {
+        range.map(|id| (Some(id), id == first, ended)).collect::<Vec<_>>()
+    };
+
+    let (mut link, [first, second]) = new();
+    let mut ops = Vec::new();
+    link.on_send_done(first, |op, ended| ops.push((op, ended)));
+    link.on_send_failed(second, |op, ended| ops.push((op, ended)));
+    assert_eq!(ids(&ops), [all(0..3, 0, Ended::Done), all(3..5, 3, Ended::Failed)].concat());
+
+    // The device takes the first and refuses the second.
+    let (mut link, [first, second]) = new();
+    let refused: Vec<_> = link.take_back(second).map(|op| (op, Ended::Failed)).collect();
+    assert_eq!(ids(&refused), all(3..5, 3, Ended::Failed));
+    let mut ops = Vec::new();
+    link.on_send_done(first, |op, ended| ops.push((op, ended)));
+    assert_eq!(ids(&ops), all(0..3, 0, Ended::Done));
+
+    // No completion comes.
+    let (mut link, _) = new();
+    let rest: Vec<_> = link.abandon().map(|op| (op, Ended::Failed)).collect();
+    assert_eq!(ids(&rest), [all(0..3, 0, Ended::Failed), all(3..5, 3, Ended::Failed)].concat());
+    assert!(link.packed_room() >= 3);
+    link.trim(0);
+    assert_eq!(link.packed_room(), 0);
+}
+
+/// What a packed SEND holds is judged whole before a frame of it is taken; its credit goes back all the same.
+#[test]
+fn a_bad_pack_gives_no_frame() {
+    let mut link = link_in(State::Proven);
+    let body = [0, 0, 0, 0, 0, 0, 0, 1, 7, 9, 0, 0, 0, 0, 0, 0, 0];
+    let got = receive(&mut link, head(FrameKind::Pack, 0, 2), 17);
+    assert_eq!(got, Ok(Incoming::Pack { frames: 2, body_len: 17 }));
+    let got = link.unpack(2, &body, |packed| panic!("{packed:?}"));
+    assert_eq!(got, Err(LinkError::Malformed(Malformed::Type { found: 9 })));
+    link.on_reposted();
+    assert_eq!(link.credits_owed(), 1);
+    // Between the fragments of a frame.
+    receive(&mut link, FrameHeader { last: false, ..head(DATA, 0, 0) }, 5).unwrap();
+    let got = receive(&mut link, head(FrameKind::Pack, 0, 2), 17);
+    assert_eq!(got, Err(LinkError::TooManyMalformed(Malformed::PackWithin { at: 0 })));
 }
 
 #[test]
