@@ -97,10 +97,10 @@ pub use proto::{
 pub use transport::{BoxFuture, Transport};
 pub use verbs_bootstrap::{Gid, GidType, InstanceId, Mtu, PortIdentity, Secret, TcpConfig, TcpNet, WorkerAddress};
 pub use worker::{
-    Admission, AdmissionError, AdmissionState, AttachError, Borrowed, BulkAcceptor, Config, ConfigError, ConnectError,
-    DrainFlag, DrainPolicy, EpochEnd, FEATURE_PACK, FEATURE_RMA, FlowStats, Handler, HealthError, InFlightGuard,
-    Inbound, PeerDescription, PeerFacts, PeerObserver, PeerRun, Progress, Received, RegisterError, SendError,
-    SendOutcome, ServiceHandler, StartError, Stats, Stream, WeakWorker, Worker, describe_metrics,
+    Admission, AdmissionError, AdmissionState, Alarm, AttachError, Borrowed, BulkAcceptor, Config, ConfigError,
+    ConnectError, DrainFlag, DrainPolicy, EpochEnd, FEATURE_PACK, FEATURE_RMA, FlowStats, Handler, HealthError,
+    InFlightGuard, Inbound, PeerDescription, PeerFacts, PeerObserver, PeerRun, Progress, Received, RegisterError,
+    SendError, SendOutcome, ServiceHandler, StartError, Stats, Stream, WeakWorker, Worker, describe_metrics,
 };
 
 /// The README's example is compiled and run.

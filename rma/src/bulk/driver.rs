@@ -6,7 +6,6 @@
 //! | file | has |
 //! |---|---|
 //! | here | the task: its turns, its sleep, its news |
-//! | `alarm` | when it wakes by itself |
 //! | `transfers` | a transfer from its start to its one end |
 //! | `live` | a connection that is up, and what is posted on it |
 //! | `completions` | what completions say |
@@ -14,7 +13,6 @@
 //! | `idle` | connections that nobody needs any more |
 //! | `notifications` | what peers tell, for the application |
 
-mod alarm;
 mod completions;
 mod idle;
 mod live;
@@ -30,12 +28,17 @@ use std::{
 
 use tokio::{sync::mpsc, time::Instant};
 use verbs_bootstrap::InstanceId;
-use verbs_transport::fabric::bulk::{BulkFabric, BulkPort, BulkWc};
+use verbs_transport::{
+    Alarm,
+    fabric::{
+        POLL_BATCH,
+        bulk::{BulkFabric, BulkPort, BulkWc},
+    },
+};
 
 pub(super) use self::live::CONTROL;
 pub use self::notifications::{Notification, Notifications};
 use self::{
-    alarm::Alarm,
     completions::Failure,
     live::Live,
     retired::{Retired, SWEEP_EVERY},
@@ -131,11 +134,15 @@ impl<F: BulkFabric> Driver<F> {
         let mut busy_turns = 0;
         loop {
             let polled = self.turn();
-            let posted = self.pump_all();
+            let mut busy = self.pump_all() || polled == POLL_BATCH;
+            if !busy || busy_turns % TURNS_BEFORE_YIELD == TURNS_BEFORE_YIELD - 1 {
+                self.see_to_the_clock();
+                busy |= self.pump_all();
+            }
             if self.closing && self.live.is_empty() && self.retired.is_empty() && self.peers.is_empty() {
                 break;
             }
-            if polled || posted {
+            if busy {
                 // Rarely, for it costs a look at the reactor; whoever was told of an end runs at the latest when this task
                 // sleeps.
                 busy_turns += 1;
@@ -144,7 +151,7 @@ impl<F: BulkFabric> Driver<F> {
                 }
                 continue;
             }
-            // A completion that came before the arming wakes nobody: one more turn.
+            // A completion that came before the arming wakes nobody: one more turn. One that came after the last poll does.
             if self.arm() {
                 continue;
             }
@@ -159,22 +166,25 @@ impl<F: BulkFabric> Driver<F> {
         shared.over.send_replace(true);
     }
 
-    /// Takes in what there is. Whether any completion came.
-    fn turn(&mut self) -> bool {
+    /// Takes in what there is. How many completions came.
+    fn turn(&mut self) -> usize {
         self.take_news();
-        let mut polled = 0;
-        if !self.lost {
-            match self.poll() {
-                Ok(some) => polled = some,
-                Err(error) => self.on_device_lost(&error),
-            }
+        if self.lost {
+            return 0;
         }
+        self.poll().unwrap_or_else(|error| {
+            self.on_device_lost(&error);
+            0
+        })
+    }
+
+    /// What is due by the clock: before each sleep, and now and then while there is no time for one.
+    fn see_to_the_clock(&mut self) {
         let now = Instant::now();
         self.expire(now);
         self.find_stalls(now);
         self.find_idle(now);
         self.sweep(now);
-        polled > 0
     }
 
     /// Asks for a wake-up, unless one is due already. Whether it did.

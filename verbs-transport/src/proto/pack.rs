@@ -39,15 +39,16 @@ pub struct Packed {
 /// Bytes that a frame takes in a packed SEND; `None` when it cannot be in one.
 #[inline]
 pub fn packed_bytes(frame: &Frame) -> Option<usize> {
-    (frame.header.len() <= usize::from(u16::MAX)).then(|| ENTRY_BYTES + frame.body_bytes())
+    u16::try_from(frame.header.len()).ok().map(|_| ENTRY_BYTES + frame.body_bytes())
 }
 
 /// What stands before a frame. Of one for which [`packed_bytes`] is `None` it would be wrong.
 #[inline]
 pub fn encode_entry(frame: &Frame) -> [u8; ENTRY_BYTES] {
-    let [a, b] = u16::try_from(frame.header.len()).unwrap_or(u16::MAX).to_be_bytes();
-    let [c, d, e, f] = u32::try_from(frame.body_bytes()).unwrap_or(u32::MAX).to_be_bytes();
-    [frame.kind as u8, frame.lane.to_flags(), a, b, c, d, e, f]
+    let mut entry = [frame.kind as u8, frame.lane.to_flags(), 0, 0, 0, 0, 0, 0];
+    entry[2..4].copy_from_slice(&u16::try_from(frame.header.len()).unwrap_or(u16::MAX).to_be_bytes());
+    entry[4..].copy_from_slice(&u32::try_from(frame.body_bytes()).unwrap_or(u32::MAX).to_be_bytes());
+    entry
 }
 
 /// Reads the next frame's entry of `body` from `at` on, for a receiver that takes frames up to `limit`.
@@ -55,12 +56,14 @@ pub fn encode_entry(frame: &Frame) -> [u8; ENTRY_BYTES] {
 fn next(body: &[u8], at: usize, limit: u32) -> Result<Packed, Malformed> {
     let left = &body[at..];
     let cut = || Malformed::PackCut { at: to_u32(at), left: to_u32(left.len()) };
-    let &[kind, flags, a, b, c, d, e, f] = left.first_chunk::<ENTRY_BYTES>().ok_or_else(cut)?;
+    let (&[kind, flags], rest) = left.split_first_chunk().ok_or_else(cut)?;
+    let (&header, rest) = rest.split_first_chunk().ok_or_else(cut)?;
+    let &bytes = rest.first_chunk().ok_or_else(cut)?;
     let kind = *MessageType::ALL.get(usize::from(kind)).ok_or(Malformed::Type { found: kind })?;
     let lane = Lane::from_flags(flags).filter(|lane| lane.to_flags() == flags);
     let lane = lane.ok_or(Malformed::Flags { found: flags, kind: kind as u8 })?;
-    let header = u32::from(u16::from_be_bytes([a, b]));
-    let bytes = u32::from_be_bytes([c, d, e, f]);
+    let header = u32::from(u16::from_be_bytes(header));
+    let bytes = u32::from_be_bytes(bytes);
     if header > bytes {
         return Err(Malformed::HeaderLength { header, body: bytes });
     }

@@ -78,13 +78,15 @@ pub(crate) struct Cq {
     chunk: Mutex<[MaybeUninit<ffi::ibv_wc>; CHUNK]>,
     /// Events that were taken from the channel and not yet acknowledged.
     unacked: AtomicU32,
+    /// Events that may be in the channel. Were it too low, one would be left for the next look, which its edge has asked for.
+    due: AtomicU32,
     channel: Arc<Channel>,
 }
 
 // SAFETY: ibv_poll_cq, ibv_req_notify_cq and the event calls are thread-safe (the provider locks the CQ), and a CQ is
 // not bound to the thread that made it.
 unsafe impl Send for Cq {}
-// SAFETY: as above; `unacked` is atomic.
+// SAFETY: as above; `unacked` and `due` are atomic.
 unsafe impl Sync for Cq {}
 
 impl Cq {
@@ -109,7 +111,7 @@ impl Cq {
         let granted = unsafe { (*raw.as_ptr()).cqe };
         let depth = u32::try_from(granted).unwrap_or(depth);
         let chunk = Mutex::new([const { MaybeUninit::zeroed() }; CHUNK]);
-        Ok(Self { raw, poll, notify, depth, chunk, unacked: AtomicU32::new(0), channel })
+        Ok(Self { raw, poll, notify, depth, chunk, unacked: AtomicU32::new(0), due: AtomicU32::new(0), channel })
     }
 
     pub(super) fn as_ptr(&self) -> *mut ffi::ibv_cq {
@@ -157,11 +159,14 @@ impl Cq {
     /// The device's.
     pub(super) fn arm(&self) -> io::Result<()> {
         let any_completion = 0; // 1 would leave out failed sends on Soft-RoCE
+        // Before the call: the event may be there when it returns.
+        self.due.fetch_add(1, Ordering::Relaxed);
         // SAFETY: the CQ is live until `Drop`, and `notify` is its provider's ibv_req_notify_cq.
         check(unsafe { (self.notify)(self.raw.as_ptr(), any_completion) })
     }
 
-    /// Takes every event that waits in the channel and says how many. Acknowledges them in groups of 16, since each
+    /// Takes every event that waits in the channel and says how many. There are no more than were asked for, so once all of
+    /// those are taken, none is looked for: each look is a system call. Acknowledges them in groups of 16, since each
     /// acknowledgement takes a mutex; `Drop` does the rest.
     ///
     /// # Errors
@@ -178,7 +183,11 @@ impl Cq {
             if rc != 0 {
                 let error = io::Error::last_os_error();
                 match error.kind() {
-                    io::ErrorKind::WouldBlock => return Ok(taken),
+                    io::ErrorKind::WouldBlock => {
+                        // Of several arming calls one event may come at most.
+                        self.due.fetch_min(1, Ordering::Relaxed);
+                        return Ok(taken);
+                    }
                     io::ErrorKind::Interrupted => continue,
                     _ => return Err(error),
                 }
@@ -187,6 +196,11 @@ impl Cq {
             taken += 1;
             if self.unacked.fetch_add(1, Ordering::Relaxed) + 1 >= ACK_GROUP {
                 self.acknowledge();
+            }
+            let due = self.due.load(Ordering::Relaxed).saturating_sub(1);
+            self.due.store(due, Ordering::Relaxed);
+            if due == 0 {
+                return Ok(taken);
             }
         }
     }

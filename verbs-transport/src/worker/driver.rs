@@ -22,7 +22,7 @@ use super::{
     shared::Shared,
 };
 use crate::{
-    fabric::{AsyncEvent, Fabric, FabricError, FabricQp, POST_BATCH, RecvSlab, Wc, WrSeq},
+    fabric::{AsyncEvent, Fabric, FabricError, FabricQp, POLL_BATCH, POST_BATCH, RecvSlab, Wc, WrSeq},
     proto::{
         assembly::Incoming,
         frame::{HEADER_BYTES, Lane, MessageType},
@@ -277,14 +277,31 @@ impl<F: Fabric> Driver<F> {
         polled
     }
 
+    /// The same, and the rest of the work if that was all: nothing was left when it polled. Whether that is so.
+    pub(crate) fn progress_to_the_end(&mut self, shared: &Arc<Shared<F>>) -> Result<bool, FabricError> {
+        let mut effects = Effects::default();
+        let mut polled = self.step(shared, &mut effects);
+        let is_end = polled.as_ref().is_ok_and(|polled| *polled < POLL_BATCH);
+        if is_end && !self.has_nothing_to_do(shared) {
+            polled = self.work(shared, 0, &mut effects).map(|()| 0);
+        }
+        effects.run(shared);
+        polled.map(|_| is_end)
+    }
+
     fn step(&mut self, shared: &Arc<Shared<F>>, effects: &mut Effects) -> Result<usize, FabricError> {
         if self.lending.out() > 0 {
             self.take_returned(shared);
         }
         let polled = shared.fabric.poll(&mut self.wcs)?;
-        if polled == 0 && self.has_nothing_to_do(shared) {
-            return Ok(0);
+        if polled > 0 || !self.has_nothing_to_do(shared) {
+            self.work(shared, polled, effects)?;
         }
+        Ok(polled)
+    }
+
+    /// All that follows from the completions in hand, of which there are `polled`.
+    fn work(&mut self, shared: &Arc<Shared<F>>, polled: usize, effects: &mut Effects) -> Result<(), FabricError> {
         let mut wcs = std::mem::take(&mut self.wcs);
         let mut rest = wcs.drain(..).peekable();
         while let Some(wc) = rest.next() {
@@ -313,7 +330,7 @@ impl<F: Fabric> Driver<F> {
         if changed {
             shared.pump_all(effects);
         }
-        Ok(polled)
+        Ok(())
     }
 
     /// Whoever polls without a pause does so many times for each completion: these looks are all that it costs.

@@ -2,6 +2,7 @@
 
 mod accept;
 mod admission;
+mod alarm;
 mod backlog;
 mod config;
 mod connect;
@@ -43,6 +44,7 @@ use verbs_bootstrap::{
 };
 
 pub use admission::{Admission, AdmissionError, AdmissionState, SendOutcome};
+pub use alarm::Alarm;
 pub use config::{Config, ConfigError, Progress};
 pub use describe::PeerDescription;
 pub use drain::{DrainFlag, DrainPolicy, InFlightGuard};

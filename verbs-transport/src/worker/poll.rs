@@ -10,6 +10,7 @@ use std::{
 use tokio::time::sleep_until;
 
 use super::{
+    alarm::Alarm,
     config::Progress,
     driver::{Driver, QUIET_BEFORE_DESTROY},
     shared::Shared,
@@ -37,37 +38,43 @@ pub(crate) async fn run_task<F: Fabric>(shared: Arc<Shared<F>>, spin: Duration) 
 }
 
 async fn drive<F: Fabric>(shared: &Arc<Shared<F>>, spin: Duration) -> Result<(), FabricError> {
+    let (mut armed, mut alarm) = (false, Alarm::new());
     loop {
         if !spin.is_zero() {
             spin_while_busy(shared, spin).await?;
         }
-        shared.fabric.arm()?;
+        // Once for each wake-up: it is a system call, and one that is not used up holds.
+        if !std::mem::replace(&mut armed, true) {
+            shared.fabric.arm()?;
+        }
         drain(shared).await?;
-        let due = shared.driver().timers(shared);
+        if let Some(due) = shared.driver().timers(shared) {
+            alarm.by(due.into());
+        }
         if shared.driver_may_stop() {
             return Ok(());
         }
-        let far = shared.now() + Duration::from_secs(3600);
         tokio::select! {
             biased;
             woken = poll_fn(|cx| shared.fabric.poll_wake(cx)) => {
                 woken?;
+                armed = false;
                 shared.counters.wakes.add(1);
             }
             event = poll_fn(|cx| shared.fabric.poll_async_event(cx)) => {
                 shared.driver().on_async_event(shared, event?)?;
             }
             () = shared.driver_wake.notified() => {}
-            () = sleep_until(due.unwrap_or(far).into()), if due.is_some() => {}
+            () = alarm.rings(), if alarm.is_set() => {}
         }
     }
 }
 
-/// Polls until nothing is there.
+/// Polls until nothing is there: what comes after a poll that was not full brings the wake-up that was asked for.
 async fn drain<F: Fabric>(shared: &Arc<Shared<F>>) -> Result<(), FabricError> {
     loop {
         for _ in 0..BATCHES_BEFORE_YIELD {
-            if shared.driver().progress(shared)? == 0 {
+            if shared.driver().progress_to_the_end(shared)? {
                 return Ok(());
             }
         }

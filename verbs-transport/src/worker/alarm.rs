@@ -1,34 +1,44 @@
-//! The one timer of the driver. It may ring early, never late: most deadlines move on with each completion, and a timer that is
+//! The one timer of a driver. It may ring early, never late: most deadlines move on with each completion, and a timer that is
 //! set anew each time costs more than one that rings for nothing now and then.
 
 use std::pin::Pin;
 
 use tokio::time::{Instant, Sleep, sleep_until};
 
-pub(super) struct Alarm {
+/// See the module's text. For drivers of layers, too.
+#[derive(Debug)]
+pub struct Alarm {
     timer: Pin<Box<Sleep>>,
     set: bool,
 }
 
+impl Default for Alarm {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
 impl Alarm {
-    pub(super) fn new() -> Self {
+    /// Not set. Needs a runtime with its timers.
+    pub fn new() -> Self {
         Self { timer: Box::pin(sleep_until(Instant::now())), set: false }
     }
 
     /// To ring at that moment, or before.
-    pub(super) fn by(&mut self, due: Instant) {
+    pub fn by(&mut self, due: Instant) {
         if !self.set || due < self.timer.deadline() {
             self.timer.as_mut().reset(due);
             self.set = true;
         }
     }
 
-    pub(super) fn is_set(&self) -> bool {
+    /// Whether it will ring.
+    pub fn is_set(&self) -> bool {
         self.set
     }
 
     /// Waits until it rings, once. Cancel safe.
-    pub(super) async fn rings(&mut self) {
+    pub async fn rings(&mut self) {
         self.timer.as_mut().await;
         self.set = false;
     }
