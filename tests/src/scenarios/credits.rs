@@ -70,7 +70,6 @@ pub async fn both_sides_at_zero<L: Lab>(lab: Arc<L>) {
 pub async fn small_frames_that_wait_share_sends<L: Lab>(lab: Arc<L>) {
     const FRAMES: u32 = 3000;
     let (mut a, mut b) = both_registered(&*lab).await;
-    a.worker.ensure_connected(b.id()).await.expect("connected");
     let payload = |n: u32| crate::node::pattern(if n % 500 == 499 { 30_000 } else { (n % 70) as usize });
     for n in 0..FRAMES {
         let _ = a.send(b.id(), MessageType::ALL[(n % 4) as usize], n.to_be_bytes().to_vec(), payload(n));
@@ -94,10 +93,14 @@ pub async fn small_frames_that_wait_share_sends<L: Lab>(lab: Arc<L>) {
         assert_eq!((&frame.header[..], &frame.payload[..]), (&n.to_be_bytes()[..], &payload(n)[..]));
     }
     for node in [&a, &b] {
-        let LinkCounts { sends_inline, sends_copied, sends_packed, frames_packed, .. } = node.worker.stats().links;
-        let sends = sends_inline + sends_copied + sends_packed;
-        assert!(sends_packed > 0 && frames_packed > u64::from(FRAMES) / 2, "{frames_packed} of {FRAMES} frames");
-        assert!(sends < u64::from(FRAMES) / 2, "{sends} SENDs for {FRAMES} frames");
+        let LinkCounts { sends_inline, sends_copied, sends_packed, frames_packed, fragments, .. } =
+            node.worker.stats().links;
+        let (large, frames) = (u64::from(FRAMES / 500), u64::from(FRAMES));
+        assert_eq!(sends_inline + sends_copied - fragments + large + frames_packed, frames, "each frame went once");
+        // How many find others waiting is the scheduler's to say where there are threads.
+        let least = lab.rounds(FRAMES / 2, 100).into();
+        assert!(frames_packed >= least, "{frames_packed} frames in {sends_packed} SENDs, at least {least} expected");
+        assert!(sends_packed * 10 < frames_packed, "{frames_packed} frames in {sends_packed} SENDs");
         node.errors.assert_none();
     }
     a.stop().await;

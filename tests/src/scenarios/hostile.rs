@@ -102,15 +102,22 @@ pub async fn two_malformed_frames_end_a_connection<L: Lab>(lab: Arc<L>) {
     let endpoint = b.worker.address().endpoint().expect("b is started");
     let timers = lab.config(1).timers;
     let whole = header(0, WHOLE, 0, 0);
-    let bad: [Vec<u8>; 8] = [
-        vec![0xb1, 0, WHOLE],                            // short
-        header(0, WHOLE, 0, 1).to_vec(),                 // a header longer than the frame
-        vec![0x00; 20],                                  // magic
-        header(9, WHOLE, 0, 0).to_vec(),                 // type
-        header(0, WHOLE | 0x80, 0, 0).to_vec(),          // flags
-        [header(5, 0, 0, 1).to_vec(), vec![1]].concat(), // a PING with a body
-        header(0, 0b1000, 0, 4).to_vec(),                // a last fragment of nothing
-        header(0, 0b0100, 0, 0).to_vec(),                // a first fragment without a body
+    // Two empty frames in one SEND, and what can be wrong with that.
+    let pack = |frames: u32, body: &[u8]| [&header(8, 0, 0, frames)[..], body].concat();
+    let (empty, long) = ([0; 8], [0, 0, 0, 0, 0, 0, 0, 1]);
+    let bad: [Vec<u8>; 12] = [
+        vec![0xb1, 0, WHOLE],                                 // short
+        header(0, WHOLE, 0, 1).to_vec(),                      // a header longer than the frame
+        vec![0x00; 20],                                       // magic
+        header(9, WHOLE, 0, 0).to_vec(),                      // type
+        header(0, WHOLE | 0x80, 0, 0).to_vec(),               // flags
+        [header(5, 0, 0, 1).to_vec(), vec![1]].concat(),      // a PING with a body
+        header(0, 0b1000, 0, 4).to_vec(),                     // a last fragment of nothing
+        header(0, 0b0100, 0, 0).to_vec(),                     // a first fragment without a body
+        pack(0, &[]),                                         // no frame
+        pack(3, &[empty, empty].concat()),                    // fewer than it says
+        pack(2, &[empty, long].concat()),                     // its last one is cut off
+        pack(2, &[empty, [5, 0, 0, 0, 0, 0, 0, 0]].concat()), // a PING where only data can be
     ];
     for (case, bytes) in bad.iter().enumerate() {
         let malformed = b.worker.stats().malformed;
