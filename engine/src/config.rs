@@ -12,6 +12,9 @@ pub struct Config {
     ///
     /// The wire is neither encrypted nor authenticated: give it an address of a network that you trust.
     pub bind: SocketAddr,
+    /// What peers are told that this engine is called, for people and logs; nothing is looked up by it: 0 to 255 bytes,
+    /// default empty.
+    pub name: String,
     /// What payloads of this engine's own submissions go over: default [`TransportPolicy::Auto`]. It has no bearing on
     /// what the source serves.
     pub transport: TransportPolicy,
@@ -78,6 +81,7 @@ impl Default for Config {
     fn default() -> Self {
         Self {
             bind: SocketAddr::from(([127, 0, 0, 1], 0)),
+            name: String::new(),
             transport: TransportPolicy::Auto,
             max_registrations: 1024,
             max_registered_bytes: 1 << 30,
@@ -187,6 +191,7 @@ impl Config {
         count("max_kept_connections", self.max_kept_connections, 0, 4096)?;
         millis("connection_idle in ms", self.connection_idle, 1, 3_600_000)?;
         range("kept_staging_bytes", self.kept_staging_bytes, 0, ANY)?;
+        count("bytes of name", self.name.len(), 0, crate::control::NAME_BYTES_MAX as u64)?;
         if let Some(bytes) = self.socket_buffer_bytes {
             count("socket_buffer_bytes", bytes, 4096, 1 << 30)?;
         }
@@ -237,7 +242,8 @@ mod tests {
             usize::try_from(value).expect("64 bits")
         }
         let any = i64::MAX.unsigned_abs();
-        let cases: [(&str, Set, u64, u64); 20] = [
+        let cases: [(&str, Set, u64, u64); 21] = [
+            ("bytes of name", |c, v| c.name = "x".repeat(size(v)), 0, 255),
             ("max_registrations", |c, v| c.max_registrations = size(v), 1, 4096),
             ("max_registered_bytes", |c, v| c.max_registered_bytes = v, 1, any),
             ("max_batch_requests", |c, v| c.max_batch_requests = size(v), 1, 65_536),

@@ -153,9 +153,11 @@ impl Engine {
     }
 
     fn start(config: Config, epoch: Epoch, means: Means) -> Result<Self, StartError> {
-        let device = if let Means::Device(device) = &means { Some(Arc::clone(device).source()) } else { None };
+        let backend = if let Means::Device(backend) = &means { Some(backend) } else { None };
+        let device = backend.map(|backend| Arc::clone(backend).source());
+        let devices = backend.map(|backend| backend.devices());
         let serve = |source| StartError::Serve { bind: config.bind, source };
-        let parts = Parts::new(&config, epoch, Stop::new().map_err(serve)?, device.is_some());
+        let parts = Parts::new(&config, epoch, Stop::new().map_err(serve)?, devices);
         let for_server = ServerParts {
             source: Arc::clone(&parts.source),
             staging: Arc::clone(&parts.staging),

@@ -3,7 +3,7 @@
 #[cfg(feature = "rdma")]
 pub use crate::rdma::fuzzing::rdma;
 
-use crate::control::{Reply, Request, decode_descriptors, encode_descriptors};
+use crate::control::{Description, Reply, Request};
 
 /// Any bytes, as each of the frames that both transports have, and as a list of ranges.
 ///
@@ -17,8 +17,8 @@ pub fn control(bytes: &[u8]) {
     if let Some(reply) = bytes.try_into().ok().and_then(|bytes| Reply::decode(bytes).ok()) {
         assert_eq!(reply.encode(), bytes, "one encoding of {reply:?}");
     }
-    if let Ok(descriptors) = decode_descriptors(bytes) {
-        assert_eq!(encode_descriptors(&descriptors), bytes, "one encoding of {descriptors:?}");
+    if let Ok(description) = Description::decode(bytes) {
+        assert_eq!(description.encode(), bytes, "one encoding of {description:?}");
     }
 }
 
@@ -32,8 +32,8 @@ mod tests {
 
     #[test]
     fn corpus_of_the_control_wire() {
-        over_corpus(CRATE, "control", 12, super::control);
-        over_corpus(CRATE, "control", 12, |good| spoil(good, super::control));
+        over_corpus(CRATE, "control", 14, super::control);
+        over_corpus(CRATE, "control", 14, |good| spoil(good, super::control));
     }
 
     #[cfg(feature = "rdma")]

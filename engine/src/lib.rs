@@ -73,7 +73,7 @@ pub use batch::{
 };
 pub use budget::Exhausted;
 pub use config::{Config, ConfigError, ServeDirect, TransportPolicy};
-pub use control::{Status, WireError};
+pub use control::{DeviceLink, RemoteDevice, Status, WireError};
 pub use engine::{CloseTimeout, Engine, NotifyError, OpenError, StartError};
 pub use epoch::{Epoch, NotAnEpoch};
 pub use error::{Phase, RemoteEffect, TransferError};
@@ -84,7 +84,7 @@ pub use memory::{
 pub use notification::{Notification, NotificationFailure, NotificationStatus};
 #[cfg(feature = "rdma")]
 pub use rdma::{RailChoice, RdmaConfig, StartRdmaError};
-pub use segment::{RemoteRegion, RemoteSegment};
+pub use segment::{Location, RemoteRegion, RemoteSegment, SegmentKind};
 #[cfg(feature = "rdma")]
 pub use stats::NicStats;
 pub use stats::Stats;

@@ -6,7 +6,11 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-use crate::{Epoch, Permission, control::Descriptor, memory::AddressIndex};
+use crate::{
+    Epoch, Permission,
+    control::{About, Description, Descriptor, RemoteDevice},
+    memory::AddressIndex,
+};
 
 /// One life of one engine, and what it exported when last asked. Clones share it.
 ///
@@ -17,6 +21,22 @@ use crate::{Epoch, Permission, control::Descriptor, memory::AddressIndex};
 #[derive(Clone)]
 pub struct RemoteSegment {
     inner: Arc<Inner>,
+}
+
+/// What a segment is made of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum SegmentKind {
+    /// Memory, by address.
+    Memory,
+}
+
+/// Where a range's bytes are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Location {
+    /// In its host's memory.
+    Host,
 }
 
 struct Inner {
@@ -36,6 +56,15 @@ pub struct RemoteRegion {
     pub length: u64,
     /// What the peer allows.
     pub permission: Permission,
+    /// Where its bytes are.
+    pub location: Location,
+}
+
+impl RemoteRegion {
+    fn of(Descriptor { id, span, permission }: &Descriptor) -> Self {
+        let (address, length) = (span.start, span.length);
+        Self { id: *id, address, length, permission: *permission, location: Location::Host }
+    }
 }
 
 /// What a peer exports, at one moment. It never changes; a refresh makes a new one.
@@ -43,12 +72,13 @@ pub(crate) struct Snapshot {
     /// By ascending id.
     regions: Vec<Descriptor>,
     index: AddressIndex,
+    about: About,
 }
 
 impl Snapshot {
-    pub(crate) fn new(regions: Vec<Descriptor>) -> Self {
+    pub(crate) fn new(Description { regions, about }: Description) -> Self {
         let spans = regions.iter().map(|region| (region.span, region.id));
-        Self { index: AddressIndex::new(spans.collect()), regions }
+        Self { index: AddressIndex::new(spans.collect()), regions, about }
     }
 
     /// The range that contains all of the request, and the offset in it.
@@ -66,8 +96,8 @@ impl fmt::Debug for RemoteSegment {
 }
 
 impl RemoteSegment {
-    pub(crate) fn new(endpoint: SocketAddr, epoch: Epoch, regions: Vec<Descriptor>) -> Self {
-        let snapshot = Mutex::new(Arc::new(Snapshot::new(regions)));
+    pub(crate) fn new(endpoint: SocketAddr, epoch: Epoch, description: Description) -> Self {
+        let snapshot = Mutex::new(Arc::new(Snapshot::new(description)));
         Self { inner: Arc::new(Inner { endpoint, epoch, snapshot }) }
     }
 
@@ -81,31 +111,40 @@ impl RemoteSegment {
         self.inner.epoch
     }
 
-    /// What it exported when last asked, by ascending id.
+    /// What the peer calls itself: its [`Config::name`](crate::Config::name).
+    pub fn name(&self) -> String {
+        self.snapshot().about.name.clone()
+    }
+
+    /// What it is made of.
+    pub fn kind(&self) -> SegmentKind {
+        SegmentKind::Memory
+    }
+
+    /// The devices that the peer serves over, beside TCP, in the order in which it was given them; empty where there are
+    /// none. Whether one is up at this moment it does not tell.
+    pub fn devices(&self) -> Vec<RemoteDevice> {
+        self.snapshot().about.devices.clone()
+    }
+
+    /// What it exported when last asked, by ascending id. Ranges that are local only are never told.
     pub fn regions(&self) -> Vec<RemoteRegion> {
-        let region = |Descriptor { id, span, permission }: &Descriptor| RemoteRegion {
-            id: *id,
-            address: span.start,
-            length: span.length,
-            permission: *permission,
-        };
-        self.snapshot().regions.iter().map(region).collect()
+        self.snapshot().regions.iter().map(RemoteRegion::of).collect()
     }
 
     /// Where an address of the peer's lies: the one range that contains all of `length` bytes, and the offset in it.
     pub fn resolve_address(&self, address: u64, length: u64) -> Option<(RemoteRegion, u64)> {
         let snapshot = self.snapshot();
-        let (Descriptor { id, span, permission }, offset) = snapshot.resolve(address, length)?;
-        let (id, permission) = (*id, *permission);
-        Some((RemoteRegion { id, address: span.start, length: span.length, permission }, offset))
+        let (descriptor, offset) = snapshot.resolve(address, length)?;
+        Some((RemoteRegion::of(descriptor), offset))
     }
 
     pub(crate) fn snapshot(&self) -> Arc<Snapshot> {
         Arc::clone(&self.inner.snapshot.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    pub(crate) fn publish(&self, regions: Vec<Descriptor>) {
-        let snapshot = Arc::new(Snapshot::new(regions));
+    pub(crate) fn publish(&self, description: Description) {
+        let snapshot = Arc::new(Snapshot::new(description));
         *self.inner.snapshot.lock().unwrap_or_else(PoisonError::into_inner) = snapshot;
     }
 }

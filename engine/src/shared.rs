@@ -16,7 +16,7 @@ use crate::{
         settle_notification,
     },
     budget::Budget,
-    control::{Admission, CloseTimedOut, Descriptor, DeviceSource, Source},
+    control::{About, Admission, CloseTimedOut, Description, DeviceSource, RemoteDevice, Source},
     deadline::Deadline,
     error::Failure,
     memory::Registry,
@@ -63,6 +63,8 @@ pub(crate) trait Backend: Send + Sync {
     fn source(self: Arc<Self>) -> Arc<dyn DeviceSource>;
     /// The requester's half. Called once.
     fn path(self: Arc<Self>, config: &Config, tcp: &Arc<TcpPath>) -> Arc<dyn DataPath>;
+    /// As peers are told of them.
+    fn devices(&self) -> Vec<RemoteDevice>;
     /// Ends every wait, for good.
     fn interrupt(&self);
     /// When nothing uses it any more: gives up what is kept, waits for what is being destroyed, ends its thread.
@@ -82,7 +84,8 @@ pub(crate) struct Parts {
 }
 
 impl Parts {
-    pub(crate) fn new(config: &Config, epoch: Epoch, stop: Stop, has_device: bool) -> Self {
+    /// `devices` as peers are told of them; `None` where there are none.
+    pub(crate) fn new(config: &Config, epoch: Epoch, stop: Stop, devices: Option<Vec<RemoteDevice>>) -> Self {
         // Tells the handles of one engine from another's.
         static NEXT_SERIAL: AtomicU64 = AtomicU64::new(1);
         let serial = NEXT_SERIAL.fetch_add(1, Ordering::Relaxed);
@@ -102,7 +105,8 @@ impl Parts {
             max_payload_bytes: config.max_payload_bytes,
             max_notification_bytes: config.max_notification_bytes,
             serve_direct: config.serve_direct,
-            has_device,
+            has_device: devices.is_some(),
+            about: About { name: config.name.clone(), devices: devices.unwrap_or_default() },
         };
         Self {
             source: Arc::new(source),
@@ -166,11 +170,7 @@ impl Shared {
     }
 
     /// What the engine at `peer` exports: from here if it is this one, else over the wire.
-    pub(crate) fn describe(
-        &self,
-        peer: (SocketAddr, Epoch),
-        deadline: Deadline,
-    ) -> Result<Vec<Descriptor>, TransferError> {
+    pub(crate) fn describe(&self, peer: (SocketAddr, Epoch), deadline: Deadline) -> Result<Description, TransferError> {
         if self.stop.is_signalled() {
             return Err(TransferError::Stopped);
         }
@@ -178,7 +178,7 @@ impl Shared {
             return self.tcp.describe(peer, deadline);
         }
         let _inside = self.source.admission.enter().ok_or(TransferError::Refused { status: Status::SourceClosed })?;
-        Ok(self.source.registry.describe())
+        Ok(self.source.describe())
     }
 
     pub(crate) fn open(
@@ -188,16 +188,16 @@ impl Shared {
         deadline: Deadline,
     ) -> Result<RemoteSegment, OpenError> {
         let _charge = self.submissions.take(1, 0)?;
-        let regions = self.describe((endpoint, epoch), deadline);
-        let regions = regions.map_err(|source| OpenError::Describe { endpoint, source })?;
-        Ok(RemoteSegment::new(endpoint, epoch, regions))
+        let description = self.describe((endpoint, epoch), deadline);
+        let description = description.map_err(|source| OpenError::Describe { endpoint, source })?;
+        Ok(RemoteSegment::new(endpoint, epoch, description))
     }
 
     pub(crate) fn refresh(&self, segment: &RemoteSegment, deadline: Deadline) -> Result<(), OpenError> {
         let endpoint = segment.endpoint();
         let _charge = self.submissions.take(1, 0)?;
-        let regions = self.describe((endpoint, segment.epoch()), deadline);
-        segment.publish(regions.map_err(|source| OpenError::Describe { endpoint, source })?);
+        let description = self.describe((endpoint, segment.epoch()), deadline);
+        segment.publish(description.map_err(|source| OpenError::Describe { endpoint, source })?);
         Ok(())
     }
 
@@ -213,8 +213,8 @@ impl Shared {
         if let Err(miss) = plan.resolve(&peer.snapshot()) {
             let Miss::Unknown(_) = miss else { return Err(miss.into_error()) };
             // The peer may have registered it since.
-            let regions = self.describe((peer.endpoint(), peer.epoch()), deadline).map_err(SubmitError::Refresh)?;
-            peer.publish(regions);
+            let description = self.describe((peer.endpoint(), peer.epoch()), deadline).map_err(SubmitError::Refresh)?;
+            peer.publish(description);
             plan.resolve(&peer.snapshot()).map_err(Miss::into_error)?;
         }
         let mut report = run_and_report(&*self.path, &mut plan, deadline);

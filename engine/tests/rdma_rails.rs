@@ -11,10 +11,10 @@ use std::{
 
 use common::{LONG, assert_idle, bytes_of, eventually, memory, pattern, request_between};
 use verbs_engine::{
-    BatchReport, Config, Direction, Engine, Permission, RailChoice, RdmaConfig, RegisteredMemory, RemoteEffect,
-    RemoteSegment, StartError, StartRdmaError, Status, TransferError, TransferRequest, TransportPolicy,
+    BatchReport, Config, DeviceLink, Direction, Engine, Permission, RailChoice, RdmaConfig, RegisteredMemory,
+    RemoteEffect, RemoteSegment, StartError, StartRdmaError, Status, TransferError, TransferRequest, TransportPolicy,
 };
-use verbs_transport::sim::{HostConfig, SimConfig, SimWorld};
+use verbs_transport::sim::{Faults, HostConfig, SimConfig, SimWorld};
 
 /// A source with a device 10.0.n.2 for each of its settings, and a requester with 10.0.n.1.
 struct Rig {
@@ -49,7 +49,11 @@ fn rdma(rail_choice: RailChoice) -> RdmaConfig {
 
 impl Rig {
     fn new(sources: &[Port], requesters: &[Port], rdma: &RdmaConfig) -> Self {
-        let world = SimWorld::new(SimConfig::default());
+        Self::within(SimConfig::default(), sources, requesters, rdma)
+    }
+
+    fn within(world: SimConfig, sources: &[Port], requesters: &[Port], rdma: &RdmaConfig) -> Self {
+        let world = SimWorld::new(world);
         let engine = |ends: &[Port], host: u8| {
             let fabrics = ends.iter().zip(0..).map(|(end, rail)| {
                 let config = HostConfig { bulk_bytes_per_second: end.rate, max_qps: end.qps, ..HostConfig::default() };
@@ -151,6 +155,26 @@ fn partners_carry_requests_in_turn_and_each_pair_is_kept() {
     assert!(nics.iter().all(|nic| nic.is_up && nic.bytes_completed == 10 << 20), "{nics:?}");
     assert!(rig.source.nics().iter().all(|nic| nic.requests_completed == 0), "peers choose, not the source");
     rig.end();
+}
+
+/// E-15: the devices of a source, in its own order, with what its host says of them.
+#[test]
+fn a_segment_tells_the_devices_of_its_source() {
+    let world = SimWorld::new(SimConfig::default());
+    let host =
+        |rail: u8, numa_node| Arc::new(world.host([10, 0, rail, 2], HostConfig { numa_node, ..HostConfig::default() }));
+    let fabrics = vec![host(0, Some(3)), host(1, None)];
+    let source = Engine::with_rdma_devices(Config::default(), &RdmaConfig::default(), fabrics).expect("an engine");
+    let requester = Engine::new(Config::default()).expect("an engine");
+    let segment = requester.open_segment(source.endpoint(), source.epoch(), LONG).expect("it listens");
+    let devices = segment.devices();
+    let told: Vec<_> = devices.iter().map(|device| (device.port, device.link, device.gid, device.numa_node)).collect();
+    let gid = |rail: u8| std::net::Ipv4Addr::new(10, 0, rail, 2).to_ipv6_mapped();
+    let ethernet = DeviceLink::Ethernet;
+    assert_eq!(told, [(1, ethernet, gid(0), Some(3)), (1, ethernet, gid(1), None)]);
+    assert!(devices[0].name.starts_with("sim") && devices[0].name != devices[1].name, "{devices:?}");
+    drop((segment, requester, source));
+    world.assert_quiet();
 }
 
 #[test]
@@ -360,4 +384,31 @@ fn an_engine_takes_one_to_sixteen_devices() {
     let error = Engine::with_rdma_devices(Config::default(), &RdmaConfig::default(), fabrics).expect_err("it is gone");
     assert!(matches!(error, StartError::Rdma(StartRdmaError::Open(_))), "{error}");
     world.assert_quiet();
+}
+
+/// E-83: a device that hangs without a word holds its request up for `stall_deadline`, not for the caller's; the next pair
+/// carries it.
+#[test]
+fn a_pair_that_hangs_is_given_up_and_the_next_one_carries_the_request() {
+    let world = SimConfig { faults: Faults { port_down_hangs: 1.0, ..Faults::none() }, ..SimConfig::default() };
+    let stall_deadline = Duration::from_millis(300);
+    let config = RdmaConfig { stall_deadline, chunk_bytes: 64 << 10, window: 1, ..rdma(RailChoice::Score) };
+    let rig = Rig::within(world, &[slow(2 << 20); 2], &[slow(2 << 20); 2], &config);
+    let bytes = pattern(BYTES, 7);
+    rig.served.write(0, &bytes).expect("in range");
+    let began = Instant::now();
+    let hung = std::thread::scope(|scope| {
+        let reader = scope.spawn(|| rig.run(Direction::Read, BYTES as u64));
+        let hung = rig.busy();
+        rig.world.port_down([10, 0, u8::try_from(hung).expect("small"), 1]);
+        let report = reader.join().expect("no panic");
+        assert!(report.is_complete(), "{report:?}");
+        hung
+    });
+    assert!(began.elapsed() < LONG / 4, "{:?}", began.elapsed());
+    assert_eq!(bytes_of(&rig.local), bytes);
+    assert_eq!(rig.requester.stats().rdma_retries, 1);
+    assert_eq!(rig.requests_by_nic()[hung], 0, "the other one carried it");
+    rig.world.port_up([10, 0, u8::try_from(hung).expect("small"), 1]);
+    rig.end();
 }

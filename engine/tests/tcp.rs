@@ -12,8 +12,8 @@ use std::{
 
 use common::{LONG, Pair, assert_idle, bytes_of, engine, eventually, external, memory, over, pattern, tcp_engine};
 use verbs_engine::{
-    CloseTimeout, Config, Direction, NotificationStatus, OpenError, Permission, RegisterError, RemoteEffect, Status,
-    SubmitError, TransferError, TransferRequest, Transport,
+    CloseTimeout, Config, Direction, Location, NotificationStatus, OpenError, Permission, RegisterError, RemoteEffect,
+    RemoteRegion, SegmentKind, Status, SubmitError, TransferError, TransferRequest, Transport,
 };
 
 #[test]
@@ -193,6 +193,26 @@ fn an_engine_may_read_from_and_write_to_itself_even_within_one_allocation() {
     let report = engine.submit_and_wait(&peer, Direction::Read, &[back], LONG).expect("sound");
     assert!(report.into_result().is_ok());
     assert_eq!(bytes_of(&own)[10..1010], bytes[..1000]);
+}
+
+/// E-15: name, kind, buffers; ranges that are local only are hidden; the own segment without the wire.
+#[test]
+fn a_segment_tells_name_and_ranges_and_hides_what_is_local() {
+    let source = engine(Config { name: "cache 7, näher".to_owned(), ..Config::default() });
+    let shown = memory(&source, 4096, Permission::RemoteRead);
+    let _hidden = memory(&source, 4096, Permission::LocalOnly);
+    let other = engine(Config::default());
+    for opener in [&other, &source] {
+        let segment = opener.open_segment(source.endpoint(), source.epoch(), LONG).expect("it listens");
+        assert_eq!((segment.name().as_str(), segment.kind()), ("cache 7, näher", SegmentKind::Memory));
+        assert_eq!(segment.devices(), [], "over TCP alone");
+        let [RemoteRegion { address, length, permission, location, .. }] = segment.regions()[..] else { panic!() };
+        assert_eq!((address, length), (shown.address(), 4096));
+        assert_eq!((permission, location), (Permission::RemoteRead, Location::Host));
+    }
+    assert_eq!((source.stats().connections_dialled, other.stats().connections_dialled), (0, 1));
+    let segment = source.open_segment(other.endpoint(), other.epoch(), LONG).expect("it listens");
+    assert!(segment.name().is_empty() && segment.regions().is_empty());
 }
 
 #[test]

@@ -286,6 +286,15 @@ pub struct SlabSizes {
     pub send_bytes: u32,
 }
 
+/// A device, as others may be told of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Nic {
+    /// Its name, as `rdma link` prints it.
+    pub name: String,
+    /// The NUMA node that it hangs off; `None` where the host does not say, as for Soft-RoCE.
+    pub numa_node: Option<u16>,
+}
+
 /// How a QP is brought to RTS.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QpPath {
@@ -469,6 +478,9 @@ pub trait Fabric: Send + Sync + Sized + 'static {
 
     /// Device, port and GID in words, and why they were chosen.
     fn path_reason(&self) -> String;
+
+    /// Which device it is, and where in the host.
+    fn nic(&self) -> Nic;
 
     /// What the port counts by itself; by default nothing. May read files: not for the path of a message.
     fn hw_counters(&self) -> HwCounters {

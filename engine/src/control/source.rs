@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use super::{
+    about::About,
     admission::{Admission, Admitted},
-    wire::{Opcode, Request, Status, encode_descriptors},
+    wire::{Description, Opcode, Request, Status},
 };
 use crate::{
     Direction, Epoch, Profile, ServeDirect,
@@ -23,6 +24,7 @@ pub(crate) struct Source {
     pub(crate) serve_direct: ServeDirect,
     /// Operations 4 to 7 can be carried out.
     pub(crate) has_device: bool,
+    pub(crate) about: About,
 }
 
 /// An operation that was let in. It is counted as one inside until this is dropped.
@@ -69,7 +71,7 @@ impl Source {
             return Err(Status::EpochMismatch);
         }
         let kind = match request.opcode {
-            Opcode::Describe => Kind::Describe(encode_descriptors(&self.registry.describe())),
+            Opcode::Describe => Kind::Describe(self.describe().encode()),
             Opcode::Read => Kind::Read(self.access(request)?),
             Opcode::Write => Kind::Write(self.access(request)?),
             Opcode::Notify => self.notify(request)?,
@@ -83,6 +85,11 @@ impl Source {
             }
         };
         Ok(Operation { kind, inside })
+    }
+
+    /// What it exports now.
+    pub(crate) fn describe(&self) -> Description {
+        Description { regions: self.registry.describe(), about: self.about.clone() }
     }
 
     fn access(&self, request: &Request) -> Result<Access, Status> {

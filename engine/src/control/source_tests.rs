@@ -23,6 +23,7 @@ fn source() -> Source {
         max_notification_bytes: 50,
         serve_direct: ServeDirect::Never,
         has_device: false,
+        about: About::default(),
     }
 }
 

@@ -2,6 +2,7 @@
 //!
 //! Everything is checked here that can be checked without knowing the other frames of the connection.
 
+use super::about::{ABOUT_BYTES_MAX, About};
 use crate::{
     Epoch, Profile,
     memory::{Permission, Registration, Span},
@@ -28,6 +29,8 @@ pub(crate) const PLAN_BYTES: usize = 1940;
 const KEPT_NAMES_AT: usize = 52;
 const DESCRIPTOR_BYTES: usize = 32;
 const COUNT_BYTES: usize = 4;
+/// A short name and a device or two.
+const ABOUT_ROOM: usize = 128;
 /// More regions than this are in no description.
 const REGIONS_MAX: u32 = 4096;
 /// Ends the body of a notification: a body without it was cut off.
@@ -199,6 +202,35 @@ pub enum WireError {
         /// What is wrong with it.
         reason: &'static str,
     },
+    /// What a source says of itself ends too early.
+    #[error("a description is cut off behind its regions")]
+    AboutCut,
+    /// Bytes behind the end of a description.
+    #[error("{left} bytes behind the end of a description")]
+    AboutLong {
+        /// How many.
+        left: usize,
+    },
+    /// A description of more devices than an engine may have.
+    #[error("{found} devices in a description, but at most 16 may be")]
+    TooManyDevices {
+        /// What stands there.
+        found: u8,
+    },
+    /// A name in a description that is too long.
+    #[error("{what} takes {found} bytes, which is too long")]
+    LongName {
+        /// Whose.
+        what: &'static str,
+        /// Its bytes.
+        found: u8,
+    },
+    /// A name in a description that is not UTF-8.
+    #[error("{what} is not UTF-8")]
+    NameNotUtf8 {
+        /// Whose.
+        what: &'static str,
+    },
     /// The last byte of a notification is wrong.
     #[error("a notification ends with {found:#04x} instead of the commit byte")]
     Commit {
@@ -229,6 +261,14 @@ pub(crate) struct Reply {
     pub(crate) epoch: Epoch,
     /// Of the payload that follows.
     pub(crate) length: u64,
+}
+
+/// The payload that answers [`Opcode::Describe`]: a source as it is now.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Description {
+    /// By ascending id.
+    pub(crate) regions: Vec<Descriptor>,
+    pub(crate) about: About,
 }
 
 /// One region of a description.
@@ -366,43 +406,46 @@ impl Descriptor {
     }
 }
 
-/// The largest description.
-pub(crate) const fn describe_bytes_max() -> u64 {
-    COUNT_BYTES as u64 + REGIONS_MAX as u64 * DESCRIPTOR_BYTES as u64
+impl Description {
+    /// The longest one.
+    pub(crate) const BYTES_MAX: u64 =
+        COUNT_BYTES as u64 + REGIONS_MAX as u64 * DESCRIPTOR_BYTES as u64 + ABOUT_BYTES_MAX;
+
+    /// # Panics
+    ///
+    /// With more regions than [`Config`](crate::Config) allows: a fault of ours.
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let count = u32::try_from(self.regions.len()).ok().filter(|count| *count <= REGIONS_MAX);
+        let mut bytes = Vec::with_capacity(COUNT_BYTES + self.regions.len() * DESCRIPTOR_BYTES + ABOUT_ROOM);
+        bytes.extend_from_slice(&count.expect("the budget of ranges is at most 4,096").to_be_bytes());
+        for Descriptor { id, span, permission } in &self.regions {
+            bytes.extend_from_slice(&id.to_be_bytes());
+            bytes.extend_from_slice(&span.start.to_be_bytes());
+            bytes.extend_from_slice(&span.length.to_be_bytes());
+            bytes.push(permission.bits());
+            bytes.extend_from_slice(&[0; 7]);
+        }
+        self.about.encode(&mut bytes);
+        bytes
+    }
+
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Self, WireError> {
+        let length = |expected: usize| WireError::Length { found: bytes.len() as u64, expected: expected as u64 };
+        let (count, rest) = bytes.split_first_chunk::<COUNT_BYTES>().ok_or(length(COUNT_BYTES))?;
+        let count = u32::from_be_bytes(*count);
+        if count > REGIONS_MAX {
+            return Err(WireError::TooManyRegions { found: count });
+        }
+        let entries = count as usize * DESCRIPTOR_BYTES;
+        let (entries, about) = rest.split_at_checked(entries).ok_or(length(COUNT_BYTES + entries))?;
+        Ok(Self { regions: decode_regions(entries)?, about: About::decode(about)? })
+    }
 }
 
-/// The payload that answers [`Opcode::Describe`].
-///
-/// # Panics
-///
-/// With more regions than [`Config`](crate::Config) allows: a fault of ours.
-pub(crate) fn encode_descriptors(descriptors: &[Descriptor]) -> Vec<u8> {
-    let count = u32::try_from(descriptors.len()).ok().filter(|count| *count <= REGIONS_MAX);
-    let mut bytes = Vec::with_capacity(COUNT_BYTES + descriptors.len() * DESCRIPTOR_BYTES);
-    bytes.extend_from_slice(&count.expect("the budget of ranges is at most 4,096").to_be_bytes());
-    for Descriptor { id, span, permission } in descriptors {
-        bytes.extend_from_slice(&id.to_be_bytes());
-        bytes.extend_from_slice(&span.start.to_be_bytes());
-        bytes.extend_from_slice(&span.length.to_be_bytes());
-        bytes.push(permission.bits());
-        bytes.extend_from_slice(&[0; 7]);
-    }
-    bytes
-}
-
-pub(crate) fn decode_descriptors(bytes: &[u8]) -> Result<Vec<Descriptor>, WireError> {
-    let length = |expected: usize| WireError::Length { found: bytes.len() as u64, expected: expected as u64 };
-    let (count, entries) = bytes.split_first_chunk::<COUNT_BYTES>().ok_or(length(COUNT_BYTES))?;
-    let count = u32::from_be_bytes(*count);
-    if count > REGIONS_MAX {
-        return Err(WireError::TooManyRegions { found: count });
-    }
-    let expected = COUNT_BYTES + count as usize * DESCRIPTOR_BYTES;
-    if bytes.len() != expected {
-        return Err(length(expected));
-    }
+/// Whole entries.
+fn decode_regions(entries: &[u8]) -> Result<Vec<Descriptor>, WireError> {
     let mut before = None;
-    let mut descriptors = Vec::with_capacity(count as usize);
+    let mut descriptors = Vec::with_capacity(entries.len() / DESCRIPTOR_BYTES);
     for entry in entries.chunks_exact(DESCRIPTOR_BYTES) {
         let (id, offset, length) = (number(entry, 0), number(entry, 8), number(entry, 16));
         if let Some(before) = before.filter(|before| *before >= id) {

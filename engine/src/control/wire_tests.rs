@@ -81,10 +81,16 @@ fn golden_replies() {
 
 const DESCRIPTION: &str = "00000002
     0000000000000001 00007f0000001000 0000000000002000 01 00000000000000
-    0000000000000009 00007f0000000000 0000000000000001 03 00000000000000";
+    0000000000000009 00007f0000000000 0000000000000001 03 00000000000000
+    00 00";
 
-fn description() -> [u8; 68] {
+/// Two regions of a source without a name and devices.
+fn description() -> [u8; 70] {
     bytes(DESCRIPTION)
+}
+
+fn with_regions(regions: &[Descriptor]) -> Description {
+    Description { regions: regions.to_vec(), about: About::default() }
 }
 
 #[test]
@@ -93,10 +99,15 @@ fn golden_description() {
         Descriptor { id: 1, span: span(0x7f00_0000_1000, 0x2000), permission: Permission::RemoteRead },
         Descriptor { id: 9, span: span(0x7f00_0000_0000, 1), permission: Permission::RemoteReadWrite },
     ];
-    assert_eq!(encode_descriptors(&regions), description());
-    assert_eq!(decode_descriptors(&description()).as_deref(), Ok(&regions[..]));
-    assert_eq!(decode_descriptors(&encode_descriptors(&[])), Ok(Vec::new()));
-    assert_eq!(describe_bytes_max(), 4 + 4096 * 32);
+    assert_eq!(with_regions(&regions).encode(), description());
+    assert_eq!(Description::decode(&description()), Ok(with_regions(&regions)));
+    assert_eq!(Description::decode(&with_regions(&[]).encode()), Ok(with_regions(&[])));
+    let named =
+        Description { about: About { name: "cache 7".to_owned(), devices: Vec::new() }, ..with_regions(&regions) };
+    assert_eq!(named.encode()[..68], description()[..68]);
+    assert_eq!(named.encode()[68..], *b"\x07cache 7\0");
+    assert_eq!(Description::decode(&named.encode()), Ok(named));
+    assert_eq!(Description::BYTES_MAX, 4 + 4096 * 32 + 1 + 255 + 1 + 16 * (1 + 63 + 20));
 }
 
 #[test]
@@ -195,12 +206,13 @@ fn descriptions_with_one_thing_wrong_are_refused() {
     let spoil = |at: usize, with: &[u8]| {
         let mut bytes = description();
         bytes[at..at + with.len()].copy_from_slice(with);
-        decode_descriptors(&bytes).expect_err("spoilt")
+        Description::decode(&bytes).expect_err("spoilt")
     };
     let second = 4 + 32;
     assert_eq!(spoil(0, &4097_u32.to_be_bytes()), WireError::TooManyRegions { found: 4097 });
-    assert_eq!(spoil(0, &3_u32.to_be_bytes()), WireError::Length { found: 68, expected: 100 });
-    assert_eq!(spoil(0, &1_u32.to_be_bytes()), WireError::Length { found: 68, expected: 36 });
+    assert_eq!(spoil(0, &3_u32.to_be_bytes()), WireError::Length { found: 70, expected: 100 });
+    // What follows is no name then.
+    assert_eq!(spoil(0, &1_u32.to_be_bytes()), WireError::AboutLong { left: 32 });
     assert_eq!(spoil(second, &1_u64.to_be_bytes()), WireError::Unsorted { id: 1, before: 1 });
     assert_eq!(spoil(second, &0_u64.to_be_bytes()), WireError::Unsorted { id: 0, before: 1 });
     let overflow = WireError::Overflow { offset: u64::MAX, length: 1 };
@@ -213,11 +225,11 @@ fn descriptions_with_one_thing_wrong_are_refused() {
         assert_eq!(spoil(second + at, &[1]), WireError::Reserved { field: "a region" });
     }
     for cut in 0..description().len() {
-        assert!(decode_descriptors(&description()[..cut]).is_err(), "cut to {cut}");
+        assert!(Description::decode(&description()[..cut]).is_err(), "cut to {cut}");
     }
     let mut long = description().to_vec();
     long.push(0);
-    assert_eq!(decode_descriptors(&long), Err(WireError::Length { found: 69, expected: 68 }), "trailing bytes");
+    assert_eq!(Description::decode(&long), Err(WireError::AboutLong { left: 1 }), "trailing bytes");
 }
 
 proptest! {
@@ -235,8 +247,8 @@ proptest! {
                 prop_assert_eq!(&decoded.encode(), reply);
             }
         }
-        if let Ok(descriptors) = decode_descriptors(&long) {
-            prop_assert_eq!(encode_descriptors(&descriptors), long);
+        if let Ok(description) = Description::decode(&long) {
+            prop_assert_eq!(description.encode(), long);
         }
     }
 }

@@ -1,5 +1,7 @@
 //! The numbers of operations over RDMA.
 
+use std::time::Duration;
+
 use crate::ConfigError;
 
 /// How an engine with several devices chooses among them.
@@ -37,6 +39,13 @@ pub struct RdmaConfig {
     pub ack_timeout_code: u8,
     /// Retries without an answer: 0 to 6, default 6. With the timeout: a dead peer is noticed after 1.9 s.
     pub retry_cnt: u8,
+    /// A pair of QPs with work requests posted of which none completes for so long is given up, and the request goes on to
+    /// the next pair if it cannot have had an effect: 100 ms to 300 s, default 10 s. It is for devices that hang without a
+    /// word, as Soft-RoCE does now and then when its port goes down; those that work fail within their retries.
+    pub stall_deadline: Duration,
+    /// The NUMA node that the engine's memory and threads are on: default `None`, unknown. Devices of another node are
+    /// taken for farther away, where their hosts tell their node.
+    pub numa_node: Option<u16>,
     /// Which of several devices an operation goes over. Default: by score.
     pub rail_choice: RailChoice,
     /// Whether a large request of this engine's own goes over several pairs of devices at once, where there are two or
@@ -56,6 +65,8 @@ impl Default for RdmaConfig {
             window: 16,
             ack_timeout_code: 16,
             retry_cnt: 6,
+            stall_deadline: Duration::from_secs(10),
+            numa_node: None,
             rail_choice: RailChoice::Score,
             spread: true,
         }
@@ -79,6 +90,7 @@ impl RdmaConfig {
             ("window", u64::from(self.window), 1, 16),
             ("ack_timeout_code", u64::from(self.ack_timeout_code), 1, 31),
             ("retry_cnt", u64::from(self.retry_cnt), 0, 6),
+            ("stall_deadline in ms", u64::try_from(self.stall_deadline.as_millis()).unwrap_or(u64::MAX), 100, 300_000),
         ];
         match fields.into_iter().find(|(_, value, min, max)| !(min..=max).contains(&value)) {
             Some((field, value, min, max)) => Err(ConfigError::Range { field, value, min, max }),
@@ -95,7 +107,8 @@ mod tests {
     fn each_number_is_held_at_both_ends() {
         type Set = fn(&mut RdmaConfig, u64);
         let any = i64::MAX.unsigned_abs();
-        let cases: [(&str, Set, u64, u64); 8] = [
+        let cases: [(&str, Set, u64, u64); 9] = [
+            ("stall_deadline in ms", |c, v| c.stall_deadline = Duration::from_millis(v), 100, 300_000),
             ("max_connections", |c, v| c.max_connections = u32::try_from(v).expect("fits"), 1, 1024),
             ("max_grants", |c, v| c.max_grants = u32::try_from(v).expect("fits"), 1, 4096),
             ("max_grant_bytes", |c, v| c.max_grant_bytes = v, 1, any),

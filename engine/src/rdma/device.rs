@@ -16,13 +16,18 @@ use std::{
 };
 
 use tokio::{runtime::Handle, sync::Notify};
+use verbs_bootstrap::LinkLayer;
 use verbs_transport::fabric::{
-    AsyncEvent, ConnectQpError, FabricError, QpPath,
+    AsyncEvent, ConnectQpError, FabricError, Nic, QpPath,
     bulk::{BulkFabric, BulkPort, BulkQp, BulkRegion, BulkWc},
 };
 
-use super::{StartRdmaError, grant::Marker, identity::Incarnation, mailbox::Mailbox, path::PathEnd};
-use crate::{budget::Budget, threads};
+use super::{RdmaConfig, StartRdmaError, grant::Marker, identity::Incarnation, mailbox::Mailbox, path::PathEnd};
+use crate::{
+    budget::Budget,
+    control::{DeviceLink, RemoteDevice},
+    threads,
+};
 
 pub(crate) type QpOf<F> = <<F as BulkFabric>::Bulk as BulkPort>::Qp;
 pub(crate) type RegionOf<F> = <<F as BulkFabric>::Bulk as BulkPort>::Region;
@@ -72,6 +77,10 @@ pub(crate) struct Device<F: BulkFabric> {
     pub(crate) pd: Incarnation,
     /// Its place among the engine's.
     pub(crate) rail: u8,
+    /// It hangs off another NUMA node than the one that the engine is said to be on.
+    pub(crate) is_remote: bool,
+    /// How long a QP may stand still.
+    stall: Duration,
     pub(crate) runtime: Handle,
     /// Pairs of QPs, those that are being buried included.
     pub(crate) connections: Arc<Budget>,
@@ -91,7 +100,8 @@ pub(crate) struct Device<F: BulkFabric> {
 
 impl<F: BulkFabric> Device<F> {
     /// Opens a bulk port and starts the thread, which ends with [`Device::stop`] alone.
-    pub(crate) fn start(fabric: Arc<F>, max_connections: u32, rail: u8) -> Result<Arc<Self>, StartRdmaError> {
+    pub(crate) fn start(fabric: Arc<F>, config: &RdmaConfig, rail: u8) -> Result<Arc<Self>, StartRdmaError> {
+        let max_connections = config.max_connections;
         // All WRs of all QPs may complete at once, and what a destroyed QP left behind lies there until it is polled.
         let needed = max_connections.saturating_mul(2 * (SEND_WRS + RECV_WRS));
         let depth = needed.min(fabric.limits().cqes);
@@ -123,10 +133,13 @@ impl<F: BulkFabric> Device<F> {
         let runtime = told.recv().unwrap_or_else(|_| Err(io::ErrorKind::BrokenPipe.into()));
         let runtime = runtime.map_err(StartRdmaError::Thread)?;
         let connections = Budget::new(("max_connections", u64::from(max_connections)), ("bytes of connections", 0));
+        let is_remote = config.numa_node.zip(fabric.nic().numa_node).is_some_and(|(own, nic)| own != nic);
         let device = Arc::new(Self {
             port,
             pd,
             rail,
+            is_remote,
+            stall: config.stall_deadline,
             runtime,
             connections,
             gauges: Gauges::default(),
@@ -150,6 +163,16 @@ impl<F: BulkFabric> Device<F> {
         let rd_atomic = self.port.limits().rd_atomic;
         let (port, invalidates) = (self.fabric.port(), self.has_windows());
         PathEnd { pd: self.pd, port, rd_atomic, invalidates, rail: self.rail }
+    }
+
+    /// As peers are told of it.
+    pub(crate) fn told(&self) -> RemoteDevice {
+        let (Nic { name, numa_node }, port) = (self.fabric.nic(), self.fabric.known_port());
+        let link = match port.link_layer {
+            LinkLayer::InfiniBand => DeviceLink::InfiniBand,
+            LinkLayer::Ethernet => DeviceLink::Ethernet,
+        };
+        RemoteDevice { name, port: port.port, link, gid: port.gid.0.into(), numa_node }
     }
 
     /// Whether operations may begin over it: it is there, and its port has not gone down.
@@ -192,7 +215,7 @@ impl<F: BulkFabric> Device<F> {
 
     /// From here on completions of that QP go into a mailbox.
     pub(crate) fn open_mailbox(&self, qpn: u32) -> Arc<Mailbox> {
-        let mail = Arc::new(Mailbox::default());
+        let mail = Arc::new(Mailbox::new(self.stall));
         self.routes().insert(qpn, Arc::clone(&mail));
         // Whoever interrupts looks at the table after it has said so.
         if self.is_stopping() {

@@ -3,6 +3,7 @@
 use std::{
     collections::VecDeque,
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
 };
 
 use verbs_transport::fabric::WcStatus;
@@ -11,11 +12,15 @@ use super::grant::Marker;
 use crate::deadline::Deadline;
 
 /// The completions of one QP.
-#[derive(Default)]
 pub(crate) struct Mailbox {
     state: Mutex<State>,
     news: Condvar,
+    /// A QP with sends outstanding of which none has completed for so long is given up: some devices hang without a word.
+    stall: Duration,
 }
+
+/// Between looks at QPs that may hang.
+const LOOK: Duration = Duration::from_millis(100);
 
 /// Wakes whoever waits for several QPs.
 #[derive(Default)]
@@ -30,10 +35,10 @@ impl Bell {
         *self.rung.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until it was rung more often than that, or the deadline passes.
+    /// Waits until it was rung more often than that, or the deadline passes; not for long, as a QP that hangs rings nothing.
     pub(crate) fn wait(&self, seen: u64, deadline: Deadline) {
         let rung = self.rung.lock().unwrap_or_else(PoisonError::into_inner);
-        let left = deadline.remaining().unwrap_or_default();
+        let left = deadline.remaining().unwrap_or_default().min(LOOK);
         drop(self.news.wait_timeout_while(rung, left, |rung| *rung == seen).unwrap_or_else(PoisonError::into_inner));
     }
 
@@ -47,6 +52,8 @@ impl Bell {
 struct State {
     /// Posted sends without a completion. All are signaled.
     outstanding: u32,
+    /// When one last completed, or the first of them was posted.
+    moved: Option<Instant>,
     /// Why the QP is of no use any more.
     broken: Option<Broken>,
     /// Markers, with the bytes that came with them.
@@ -65,6 +72,8 @@ pub(crate) enum Broken {
     Receive(WcStatus),
     #[error("the device is lost: {0}")]
     Device(String),
+    #[error("{outstanding} work requests are posted, and none has completed for {after:?}")]
+    Stalled { outstanding: u32, after: Duration },
 }
 
 /// Why a wait ended without what was waited for.
@@ -76,10 +85,31 @@ pub(crate) enum WaitError {
     Stopped,
 }
 
+impl State {
+    /// How long the QP may still stand still; `None` if nothing is outstanding. One that has stood still for too long is
+    /// broken from then on.
+    fn may_stall(&mut self, stall: Duration) -> Option<Duration> {
+        let since = self.moved.filter(|_| self.outstanding > 0)?;
+        let left = stall.saturating_sub(since.elapsed());
+        if left.is_zero() {
+            self.broken.get_or_insert(Broken::Stalled { outstanding: self.outstanding, after: stall });
+        }
+        Some(left)
+    }
+}
+
 impl Mailbox {
+    pub(crate) fn new(stall: Duration) -> Self {
+        Self { state: Mutex::default(), news: Condvar::new(), stall }
+    }
+
     /// Before the post: completions may be faster than its return.
     pub(crate) fn posting(&self, count: u32) {
-        self.lock().outstanding += count;
+        let mut state = self.lock();
+        if state.outstanding == 0 {
+            state.moved = Some(Instant::now());
+        }
+        state.outstanding += count;
     }
 
     /// The device did not take these.
@@ -90,6 +120,7 @@ impl Mailbox {
     pub(super) fn sent(&self, failed: Option<WcStatus>) {
         self.change(|state| {
             state.outstanding = state.outstanding.saturating_sub(1);
+            state.moved = Some(Instant::now());
             if let Some(status) = failed {
                 // The first is the cause, the rest is flushed.
                 state.broken.get_or_insert(Broken::Send(status));
@@ -158,14 +189,21 @@ impl Mailbox {
             if state.stopped {
                 return Err(WaitError::Stopped);
             }
-            let left = deadline.remaining().ok_or(WaitError::TimedOut)?;
+            let mut left = deadline.remaining().ok_or(WaitError::TimedOut)?;
+            if let Some(stall) = state.may_stall(self.stall) {
+                if stall.is_zero() {
+                    continue;
+                }
+                left = left.min(stall);
+            }
             state = self.news.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
     /// How many sends are outstanding, or why no more will complete well.
     pub(crate) fn sends(&self) -> Result<u32, WaitError> {
-        let state = self.lock();
+        let mut state = self.lock();
+        state.may_stall(self.stall);
         match &state.broken {
             Some(broken) => Err(WaitError::Broken(broken.clone())),
             None if state.stopped => Err(WaitError::Stopped),
@@ -200,6 +238,8 @@ mod tests {
 
     use super::*;
 
+    const FAR: Duration = Duration::from_secs(3600);
+
     fn soon() -> Deadline {
         Deadline::after(Duration::from_secs(30))
     }
@@ -210,7 +250,7 @@ mod tests {
 
     #[test]
     fn completions_before_the_post_returns_count() {
-        let mail = Mailbox::default();
+        let mail = Mailbox::new(FAR);
         mail.posting(2);
         mail.sent(None);
         assert_eq!(mail.wait_sends(0, now()), Err(WaitError::TimedOut));
@@ -219,9 +259,26 @@ mod tests {
         assert!(mail.is_quiet() && mail.wait_sends(0, now()).is_ok());
     }
 
+    /// E-83: a device that hangs without a word is noticed, whatever the caller's deadline; one that moves is not.
+    #[test]
+    fn a_qp_that_stands_still_is_given_up() {
+        let stall = Duration::from_millis(40);
+        let mail = Mailbox::new(stall);
+        assert_eq!(mail.wait_receipt(Deadline::after(stall * 3)), Err(WaitError::TimedOut), "nothing is outstanding");
+        let began = Instant::now();
+        mail.posting(3);
+        std::thread::sleep(stall / 2);
+        mail.sent(None);
+        let hangs = Err(WaitError::Broken(Broken::Stalled { outstanding: 2, after: stall }));
+        assert_eq!(mail.wait_sends(0, soon()), hangs);
+        assert!(began.elapsed() >= stall * 3 / 2, "counted from the last completion");
+        assert_eq!(mail.sends().map(drop), hangs);
+        assert!(mail.is_broken() && !mail.is_quiet());
+    }
+
     #[test]
     fn the_first_failure_is_the_cause() {
-        let mail = Mailbox::default();
+        let mail = Mailbox::new(FAR);
         mail.posting(2);
         mail.sent(Some(WcStatus::RemoteAccess));
         mail.sent(Some(WcStatus::Flushed));
@@ -233,7 +290,7 @@ mod tests {
 
     #[test]
     fn a_receipt_that_came_counts_although_the_qp_broke_behind_it() {
-        let mail = Mailbox::default();
+        let mail = Mailbox::new(FAR);
         mail.receipt(Marker::Immediate(3), 0);
         assert!(!mail.is_quiet());
         mail.receive_failed(WcStatus::Flushed);
@@ -250,7 +307,7 @@ mod tests {
                 mail.lose("unplugged");
             },
         ] {
-            let mail = Arc::new(Mailbox::default());
+            let mail = Arc::new(Mailbox::new(FAR));
             let waiting = std::thread::spawn({
                 let mail = Arc::clone(&mail);
                 move || mail.wait_receipt(soon())

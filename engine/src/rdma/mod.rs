@@ -68,7 +68,7 @@ use self::{
 use crate::{
     Config, Epoch, NicStats, Stats,
     batch::DataPath,
-    control::DeviceSource,
+    control::{DeviceSource, RemoteDevice},
     shared::Backend,
     tcp::{Buffers, TcpPath},
 };
@@ -118,7 +118,7 @@ impl<F: BulkFabric> Rdma<F> {
         }
         let mut devices: Vec<Arc<Device<F>>> = Vec::new();
         for (fabric, rail) in fabrics.into_iter().zip(0_u8..) {
-            match Device::start(fabric, config.max_connections, rail) {
+            match Device::start(fabric, config, rail) {
                 Ok(device) => devices.push(device),
                 Err(error) => {
                     for device in devices {
@@ -136,6 +136,10 @@ impl<F: BulkFabric> Rdma<F> {
 impl<F: BulkFabric> Backend for Rdma<F> {
     fn source(self: Arc<Self>) -> Arc<dyn DeviceSource> {
         Arc::clone(&self.source) as Arc<dyn DeviceSource>
+    }
+
+    fn devices(&self) -> Vec<RemoteDevice> {
+        self.devices.iter().map(|device| device.told()).collect()
     }
 
     fn path(self: Arc<Self>, config: &Config, tcp: &Arc<TcpPath>) -> Arc<dyn DataPath> {

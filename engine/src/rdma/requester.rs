@@ -19,8 +19,7 @@ use super::{
     identity::{Digest, Identity, Incarnation},
     link::{Link, LinkNames},
     local::{LocalMemory, NoMemory},
-    path::PathEnd,
-    routes::{Pair, Rail, Route, Routes, TRIES, pairs},
+    routes::{OwnEnd, Pair, Rail, Route, Routes, TRIES, pairs},
     staging::Pool,
     talk::{Said, Talk},
     wire::{ASK_BYTES, Ask, Body, Frame, GrantTerms, KeptNames},
@@ -171,13 +170,15 @@ impl<F: BulkFabric> RdmaRequester<F> {
     }
 
     /// Our ends, for a path: those that are up; if none is, all: the failure tells what is wrong.
-    pub(super) fn ends(&self) -> Vec<(usize, PathEnd)> {
+    pub(super) fn ends(&self) -> Vec<OwnEnd> {
         let all = || self.nics.iter().enumerate().map(|(at, nic)| (at, &nic.device));
         let mut ends: Vec<_> = all().filter(|(_, device)| device.is_up()).collect();
         if ends.is_empty() {
             ends = all().collect();
         }
-        ends.into_iter().map(|(at, device)| (at, device.end())).collect()
+        let own =
+            |(nic, device): (usize, &Arc<Device<F>>)| OwnEnd { nic, end: device.end(), is_remote: device.is_remote };
+        ends.into_iter().map(own).collect()
     }
 
     /// By what the peer has offered last.

@@ -265,16 +265,25 @@ impl Drop for Route {
     }
 }
 
+/// A NIC of ours, as it is now.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct OwnEnd {
+    pub(crate) nic: usize,
+    pub(crate) end: PathEnd,
+    /// It hangs off another NUMA node than the engine's.
+    pub(crate) is_remote: bool,
+}
+
 /// Every pair of ends that fit, or why the first does not. A NIC that has a partner at the other side is nearer to it
-/// than to all others.
-pub(crate) fn pairs(own: &[(usize, PathEnd)], table: &[PathEnd]) -> Result<Vec<Pair>, &'static str> {
+/// than to all others; one of the engine's own NUMA node is nearer than one of another.
+pub(crate) fn pairs(own: &[OwnEnd], table: &[PathEnd]) -> Result<Vec<Pair>, &'static str> {
     let (mut found, mut first) = (Vec::new(), None);
-    for (nic, end) in own {
+    for OwnEnd { nic, end, is_remote } in own {
         let has_partner = table.iter().any(|peer| peer.rail == end.rail);
         for (at, peer) in table.iter().enumerate() {
-            let wanted = own.iter().any(|(_, end)| end.rail == peer.rail);
+            let wanted = own.iter().any(|own| own.end.rail == peer.rail);
             let across = end.rail != peer.rail && has_partner && wanted;
-            let distance = if across { Distance::Far } else { Distance::Near };
+            let distance = Distance::of(*is_remote, across);
             match end.agree(peer) {
                 Ok(agreed) => {
                     let rail = Rail { nic: *nic, source_pd: peer.pd };
@@ -317,25 +326,46 @@ mod tests {
         PathEnd { rail, ..end(host) }
     }
 
-    fn near(own: &[(usize, PathEnd)], table: &[PathEnd]) -> Vec<(usize, usize)> {
+    fn own(nic: usize, host: u8, rail: u8) -> OwnEnd {
+        OwnEnd { nic, end: on(host, rail), is_remote: false }
+    }
+
+    fn near(own: &[OwnEnd], table: &[PathEnd]) -> Vec<(usize, usize)> {
         let pairs = pairs(own, table).expect("they fit");
         pairs.iter().filter(|pair| pair.distance == Distance::Near).map(|pair| (pair.rail.nic, pair.at)).collect()
     }
 
     #[test]
     fn partners_are_near_and_whoever_has_none_is_near_to_all() {
-        let own = [(0, on(1, 0)), (1, on(2, 1))];
+        let own = [own(0, 1, 0), own(1, 2, 1)];
         assert_eq!(near(&own, &[on(3, 0), on(4, 1)]), [(0, 0), (1, 1)]);
         assert_eq!(near(&own, &[on(3, 0)]), [(0, 0), (1, 0)], "the second has no partner there");
         assert_eq!(near(&own[..1], &[on(3, 0), on(4, 1)]), [(0, 0), (0, 1)]);
         assert_eq!(near(&own[1..], &[on(4, 1)]), [(1, 0)]);
     }
 
+    /// E-82: 1 on the engine's node and between partners, 5 if one is not so, 10 if neither is.
+    #[test]
+    fn a_nic_of_another_numa_node_is_farther_away() {
+        let own = [own(0, 1, 0), OwnEnd { is_remote: true, ..own(1, 2, 1) }];
+        let table = [on(3, 0), on(4, 1)];
+        let distances: Vec<_> = pairs(&own, &table).expect("they fit").iter().map(|pair| pair.distance).collect();
+        assert_eq!(distances, [Distance::Near, Distance::Far, Distance::Farthest, Distance::Far]);
+        let routes = Routes::new(2, RailChoice::Score);
+        let pairs = pairs(&own, &table).expect("they fit");
+        // Five to one: the fifth at once is as far as the first over the other, and chance decides.
+        let held: Vec<_> = (0..4).map(|_| routes.pick(&pairs, &[], 1 << 20).expect("there is one")).collect();
+        assert!(held.iter().all(|route| route.pair.rail.nic == 0));
+        let more: Vec<_> = (0..4).map(|_| routes.pick(&pairs, &[], 1 << 20).expect("there is one")).collect();
+        let far: Vec<_> = more.iter().filter(|route| route.pair.rail.nic == 1).collect();
+        assert!(!far.is_empty() && far.iter().all(|route| route.pair.at == 1), "to its partner");
+    }
+
     #[test]
     fn ends_that_do_not_fit_are_no_pair() {
         let mut bad = on(3, 0);
         bad.port.gid_type = verbs_bootstrap::GidType::RoceV1;
-        let own = [(0, on(1, 0))];
+        let own = [own(0, 1, 0)];
         let fit = pairs(&own, &[bad, on(4, 1)]).expect("one does");
         assert_eq!(fit.iter().map(|pair| pair.at).collect::<Vec<_>>(), [1]);
         assert!(pairs(&own, &[bad]).expect_err("none").contains("types"));
@@ -344,7 +374,7 @@ mod tests {
 
     #[test]
     fn a_rail_is_tried_once_and_rests_are_kept_unless_all_rest() {
-        let own = [(0, on(1, 0)), (1, on(2, 1))];
+        let own = [own(0, 1, 0), own(1, 2, 1)];
         let pairs = pairs(&own, &[on(3, 0), on(4, 1)]).expect("they fit");
         let routes = Routes::new(2, RailChoice::Score);
         let mut tried = Vec::new();
@@ -401,7 +431,7 @@ mod tests {
     #[test]
     fn a_request_goes_over_partners_and_no_nic_twice() {
         const HALF: u64 = 4 << 20;
-        let own = [(0, on(1, 0)), (1, on(2, 1)), (2, on(5, 7))];
+        let own = [own(0, 1, 0), own(1, 2, 1), own(2, 5, 7)];
         let routes = Routes::new(3, RailChoice::RoundRobin);
         let both = pairs(&own[..2], &[on(4, 1), on(3, 0)]).expect("they fit");
         assert_eq!(over(&routes, &both, &[]), [(0, 1, HALF), (1, 0, HALF)], "partners, wherever they stand");

@@ -63,7 +63,8 @@ impl Rig {
         let source = Engine::with_rdma(config, &RdmaConfig::default(), host(2)).expect("an engine");
         let bytes = vec![7; usize::try_from(3 * BYTES).expect("small")];
         let served = source.register_memory(bytes.into(), Permission::RemoteReadWrite).expect("room");
-        let device = Device::start(host(1), 8, 0).expect("a device");
+        let device =
+            Device::start(host(1), &RdmaConfig { max_connections: 8, ..RdmaConfig::default() }, 0).expect("a device");
         Self { world, source, served, device, windows, profile: Profile::Staged }
     }
 

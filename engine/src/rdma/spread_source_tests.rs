@@ -83,7 +83,8 @@ impl Rig {
         let source = Engine::with_rdma_devices(config, &RdmaConfig::default(), fabrics).expect("an engine");
         let bytes = vec![7; usize::try_from(WHOLE).expect("small")];
         let served = source.register_memory(bytes.into(), Permission::RemoteReadWrite).expect("room");
-        let devices = (0..2).map(|rail| Device::start(host(rail, 1), 8, rail).expect("a device")).collect();
+        let few = RdmaConfig { max_connections: 8, ..RdmaConfig::default() };
+        let devices = (0..2).map(|rail| Device::start(host(rail, 1), &few, rail).expect("a device")).collect();
         Self { world, source, served, devices }
     }
 

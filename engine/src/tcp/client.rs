@@ -16,7 +16,7 @@ use super::{
 use crate::{
     Epoch, Notification, Phase, Profile, RemoteEffect, Status, TransferError, Transport, WireError,
     batch::{DataPath, Direction, Slice},
-    control::{COMMIT_BYTE, Descriptor, Opcode, REPLY_BYTES, Reply, Request, decode_descriptors, describe_bytes_max},
+    control::{COMMIT_BYTE, Description, Opcode, REPLY_BYTES, Reply, Request},
     deadline::Deadline,
     error::Failure,
     memory::Use,
@@ -44,18 +44,18 @@ struct Call<'a> {
 }
 
 impl TcpPath {
-    /// All regions that the peer exports.
-    pub(crate) fn describe(&self, peer: Peer, deadline: Deadline) -> Result<Vec<Descriptor>, TransferError> {
+    /// What the peer exports, and what it is.
+    pub(crate) fn describe(&self, peer: Peer, deadline: Deadline) -> Result<Description, TransferError> {
         let call = self.call(peer, &Request::describe(peer.1), deadline)?;
         let reply = call.reply(Phase::Reply, Status::Success)?;
-        if reply.length > describe_bytes_max() {
-            return Err(WireError::Length { found: reply.length, expected: describe_bytes_max() }.into());
+        if reply.length > Description::BYTES_MAX {
+            return Err(WireError::Length { found: reply.length, expected: Description::BYTES_MAX }.into());
         }
         let mut payload = vec![0; usize::try_from(reply.length).expect("checked: small")];
         call.line().recv_exact(&mut payload).map_err(|error| broken(error, Phase::Payload))?;
-        let descriptors = decode_descriptors(&payload)?;
+        let description = Description::decode(&payload)?;
         call.keep();
-        Ok(descriptors)
+        Ok(description)
     }
 
     /// Puts a notification into the peer's inbox.

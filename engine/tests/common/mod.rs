@@ -237,11 +237,12 @@ pub mod wire {
         bytes
     }
 
-    /// One region.
+    /// One region, of a source without a name and devices.
     pub fn description(id: u64, base: u64, length: u64, permission: u8) -> Vec<u8> {
         let mut bytes = 1_u32.to_be_bytes().to_vec();
         bytes.extend([id, base, length].into_iter().flat_map(u64::to_be_bytes));
         bytes.extend([permission, 0, 0, 0, 0, 0, 0, 0]);
+        bytes.extend([0, 0]);
         bytes
     }
 }

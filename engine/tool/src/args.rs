@@ -49,6 +49,9 @@ pub(crate) struct Serve {
     /// Let peers write, too. Files that they changed are stored when the command ends by Ctrl-C, SIGTERM or --for
     #[arg(long)]
     pub(crate) writable: bool,
+    /// What peers are told that this source is called
+    #[arg(long, default_value = "")]
+    pub(crate) name: String,
     /// End after so many seconds
     #[arg(long = "for", value_name = "SECONDS", value_parser = seconds)]
     pub(crate) lasting: Option<Duration>,

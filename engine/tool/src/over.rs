@@ -31,40 +31,55 @@ pub(crate) struct Over {
     /// What bytes go over
     #[arg(long, value_enum, value_name = "HOW", default_value_t = Choice::Auto)]
     pub(crate) transport: Choice,
-    /// The RDMA device, as `rdma link` names it; default: the best there is
-    #[arg(long, value_name = "NAME")]
-    pub(crate) device: Option<String>,
+    /// The RDMA devices, as `rdma link` names them, up to 16; those first, on both hosts, that are on the same side of the
+    /// network. Default: the best there is
+    #[arg(long = "device", value_name = "NAME,...", value_delimiter = ',', num_args = 1)]
+    pub(crate) devices: Vec<String>,
+    /// Each request over one pair of devices, however large it is and however many there are
+    #[arg(long)]
+    pub(crate) no_spread: bool,
 }
 
 impl Over {
     /// For what needs no device.
     pub(crate) fn tcp() -> Self {
-        Self { transport: Choice::Tcp, device: None }
+        Self { transport: Choice::Tcp, devices: Vec::new(), no_spread: false }
     }
 
     /// An engine with a device, if there is to be one.
     pub(crate) fn start(&self, config: Config) -> Result<Engine, Failure> {
         let transport = match self.transport {
-            Choice::Tcp if self.device.is_some() => {
+            Choice::Tcp if !self.devices.is_empty() => {
                 return Err("--device names a device, --transport tcp uses none".into());
             }
             Choice::Tcp => return Ok(Engine::new(config)?),
             Choice::Auto => TransportPolicy::Auto,
             Choice::Rdma => TransportPolicy::RdmaOnly,
         };
-        let device =
-            DeviceConfig { device: self.device.clone(), slabs: SLABS, cq_depth: 64, ..DeviceConfig::default() };
-        match DeviceFabric::open(&device, TcpNet::default()) {
-            Ok(fabric) => {
+        match self.open() {
+            Ok(fabrics) => {
                 let config = Config { transport, ..config };
-                Ok(Engine::with_rdma(config, &RdmaConfig::default(), Arc::new(fabric))?)
+                let rdma = RdmaConfig { spread: !self.no_spread, ..RdmaConfig::default() };
+                Ok(Engine::with_rdma_devices(config, &rdma, fabrics)?)
             }
-            Err(error) if self.transport == Choice::Rdma || self.device.is_some() => Err(error.into()),
+            Err(error) if self.transport == Choice::Rdma || !self.devices.is_empty() => Err(error.into()),
             Err(OpenError::NoDevices { .. }) => Ok(Engine::new(config)?),
             Err(error) => {
                 eprintln!("verbs-engine: over TCP, for the RDMA device cannot be used: {error}");
                 Ok(Engine::new(config)?)
             }
         }
+    }
+
+    /// The devices that are named, or the best there is.
+    fn open(&self) -> Result<Vec<Arc<DeviceFabric<TcpNet>>>, OpenError> {
+        let open = |device| {
+            let config = DeviceConfig { device, slabs: SLABS, cq_depth: 64, ..DeviceConfig::default() };
+            DeviceFabric::open(&config, TcpNet::default()).map(Arc::new)
+        };
+        if self.devices.is_empty() {
+            return Ok(vec![open(None)?]);
+        }
+        self.devices.iter().map(|name| open(Some(name.clone()))).collect()
     }
 }

@@ -6,7 +6,10 @@ use std::{
 };
 
 use serde_json::{Value, json};
-use verbs_engine::{Config, Direction, Engine, Notification, Permission, RemoteRegion, RemoteSegment, TransferRequest};
+use verbs_engine::{
+    Config, DeviceLink, Direction, Engine, Notification, Permission, RemoteDevice, RemoteRegion, RemoteSegment,
+    TransferRequest,
+};
 
 use crate::{
     Failure,
@@ -76,15 +79,37 @@ impl Session {
 }
 
 pub(crate) fn list(peer: &Peer, output: Output) -> Result<(), Failure> {
-    let index = Session::open(peer, 0, &Over::tcp())?.index()?;
+    let session = Session::open(peer, 0, &Over::tcp())?;
+    let (index, name, devices) = (session.index()?, session.source.name(), session.source.devices());
     let width = index.entries.iter().map(|entry| entry.length.to_string().len()).max().unwrap_or(0);
     let line = |entry: &index::Entry| {
         let access = if entry.writable { "rw" } else { "r-" };
         format!("{access} {:>width$} {}", entry.length, entry.name)
     };
-    let lines: Vec<String> = index.entries.iter().map(line).collect();
-    output.result(&json!({ "entries": index.entries }), &lines.join("\n"));
+    let title = (!name.is_empty()).then(|| format!("source {name}"));
+    let lines = title.into_iter().chain(devices.iter().map(device_line)).chain(index.entries.iter().map(line));
+    let lines: Vec<String> = lines.collect();
+    let devices: Vec<Value> = devices.iter().map(device_json).collect();
+    output.result(&json!({ "name": name, "devices": devices, "entries": index.entries }), &lines.join("\n"));
     Ok(())
+}
+
+fn link_name(device: &RemoteDevice) -> &'static str {
+    match device.link {
+        DeviceLink::InfiniBand => "InfiniBand",
+        DeviceLink::Ethernet => "Ethernet",
+        _ => "unknown",
+    }
+}
+
+fn device_line(device: &RemoteDevice) -> String {
+    let node = device.numa_node.map(|node| format!(", NUMA node {node}")).unwrap_or_default();
+    format!("device {} port {}, {}, GID {}{node}", device.name, device.port, link_name(device), device.gid)
+}
+
+fn device_json(device: &RemoteDevice) -> Value {
+    let RemoteDevice { name, port, gid, numa_node, .. } = device;
+    json!({ "name": name, "port": port, "link": link_name(device), "gid": gid.to_string(), "numa_node": numa_node })
 }
 
 pub(crate) fn stats(peer: &Peer, output: Output) -> Result<(), Failure> {

@@ -53,6 +53,7 @@ pub(crate) fn serve(args: &Serve, output: Output) -> Result<(), Failure> {
     let total: u64 = items.iter().map(|item| item.bytes.len() as u64).sum();
     let engine = args.over.start(Config {
         bind: args.bind,
+        name: args.name.clone(),
         max_registrations: 4096,
         max_registered_bytes: total + (index_room + index::STATS_BYTES) as u64,
         source_workers: args.workers.into(),

@@ -85,14 +85,17 @@ fn files_are_listed_read_in_whole_and_in_part_and_stored_when_written() {
     fs::write(path("served/large"), &large).expect("a file");
     fs::write(path("served/small näme"), "0123456789").expect("a file");
     fs::write(path("served/empty"), "").expect("a file");
-    let mut server = Server::start(&["--dir", &served, "--writable"]);
+    let mut server = Server::start(&["--dir", &served, "--writable", "--name", "näher"]);
     let ticket = server.ticket.clone();
 
     let list = json(&run(&["list", "--json", &ticket]));
+    assert_eq!((&list["name"], list["devices"].is_array()), (&Value::from("näher"), true));
     let names: Vec<_> = list["entries"].as_array().expect("a list").iter().map(|entry| &entry["name"]).collect();
     assert_eq!(names, ["large", "small näme"]);
     let people = run(&["list", &ticket]);
-    assert_eq!(text(&people.stdout), "rw 20000001 large\nrw       10 small näme\n");
+    let people = text(&people.stdout);
+    let lines: Vec<&str> = people.lines().filter(|line| !line.starts_with("device ")).collect();
+    assert_eq!(lines, ["source näher", "rw 20000001 large", "rw       10 small näme"]);
 
     let copy = path("copy");
     let read = json(&run(&["read", "--json", &ticket, "large", "-o", &copy, "--transport", "tcp"]));

@@ -24,6 +24,8 @@ use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
     future::poll_fn,
     sync::Arc,
+    task::Poll,
+    time::Duration,
 };
 
 use tokio::{sync::mpsc, time::Instant};
@@ -75,8 +77,9 @@ pub(crate) enum News<F: BulkFabric> {
     Shutdown,
 }
 
-/// Turns with something to do before other tasks of the thread get theirs.
-const TURNS_BEFORE_YIELD: u32 = 4;
+/// How long this task keeps its thread while there is something to do, but for the turn it is in: a turn may post, which
+/// takes a software device as long as the transfer does.
+const YIELD_AFTER: Duration = Duration::from_micros(200);
 
 /// Why there is no connection for a transfer.
 pub(crate) enum NoConnection {
@@ -131,32 +134,35 @@ impl<F: BulkFabric> Driver<F> {
 
     /// Runs until all is taken down.
     pub(crate) async fn run(mut self) {
-        let mut busy_turns = 0;
+        let mut since = Instant::now();
         loop {
             let polled = self.turn();
             let mut busy = self.pump_all() || polled == POLL_BATCH;
-            if !busy || busy_turns % TURNS_BEFORE_YIELD == TURNS_BEFORE_YIELD - 1 {
-                self.see_to_the_clock();
+            let now = Instant::now();
+            // Also between sleeps that are none: while completions come faster than they are dealt with, each wait for one ends
+            // at once, and the thread's other tasks (that of the messages, say) would have none of it.
+            let yields = now.saturating_duration_since(since) >= YIELD_AFTER;
+            if !busy || yields {
+                self.see_to_the_clock(now);
                 busy |= self.pump_all();
             }
             if self.closing && self.live.is_empty() && self.retired.is_empty() && self.peers.is_empty() {
                 break;
             }
+            if yields {
+                tokio::task::yield_now().await;
+                since = Instant::now();
+            }
             if busy {
-                // Rarely, for it costs a look at the reactor; whoever was told of an end runs at the latest when this task
-                // sleeps.
-                busy_turns += 1;
-                if busy_turns % TURNS_BEFORE_YIELD == 0 {
-                    tokio::task::yield_now().await;
-                }
                 continue;
             }
             // A completion that came before the arming wakes nobody: one more turn. One that came after the last poll does.
             if self.arm() {
                 continue;
             }
-            busy_turns = 0;
-            self.sleep().await;
+            if self.sleep().await {
+                since = Instant::now();
+            }
         }
         // No QP is left, so no operation is, nor a window: whoever still maps rolls back.
         super::lock(&self.shared.spare_windows).clear();
@@ -179,8 +185,7 @@ impl<F: BulkFabric> Driver<F> {
     }
 
     /// What is due by the clock: before each sleep, and now and then while there is no time for one.
-    fn see_to_the_clock(&mut self) {
-        let now = Instant::now();
+    fn see_to_the_clock(&mut self, now: Instant) {
         self.expire(now);
         self.find_stalls(now);
         self.find_idle(now);
@@ -199,13 +204,17 @@ impl<F: BulkFabric> Driver<F> {
         true
     }
 
-    async fn sleep(&mut self) {
+    /// Waits for anything to do. Whether it had to wait, so that other tasks have run.
+    async fn sleep(&mut self) -> bool {
+        let mut visits = 0_u32;
         if let Some(due) = self.next_due() {
             self.alarm.by(due);
         }
         let (shared, lost) = (&self.shared, self.lost);
         tokio::select! {
             biased;
+            // Never done: it only counts.
+            () = poll_fn(|_| { visits = visits.saturating_add(1); Poll::Pending }) => {}
             news = self.inbox.recv() => {
                 if let Some(news) = news {
                     self.take(news);
@@ -219,6 +228,7 @@ impl<F: BulkFabric> Driver<F> {
             }
             () = self.alarm.rings(), if self.alarm.is_set() => {}
         }
+        visits > 1
     }
 
     fn next_due(&self) -> Option<Instant> {

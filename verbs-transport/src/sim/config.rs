@@ -58,6 +58,8 @@ pub struct HostConfig {
     pub gid: Option<Gid>,
     /// How packets travel; must be the same on both sides. Default `RoCE` v2.
     pub gid_type: GidType,
+    /// The NUMA node that the device hangs off. Default: none, as on Soft-RoCE.
+    pub numa_node: Option<u16>,
     /// Most QPs. Default 4,096.
     pub max_qps: u32,
     /// Most regions. Default 65,536.
@@ -88,6 +90,7 @@ impl Default for HostConfig {
             mtu: Mtu::B4096,
             gid: None,
             gid_type: GidType::RoceV2,
+            numa_node: None,
             max_qps: 4096,
             max_regions: 65_536,
             max_windows: 65_536,

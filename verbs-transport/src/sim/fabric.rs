@@ -19,7 +19,7 @@ use super::{
     world::Shared,
 };
 use crate::fabric::{
-    AsyncEvent, ConnectQpError, CreateQpError, DeviceLimits, Fabric, FabricError, FabricQp, HwCounters, PostError,
+    AsyncEvent, ConnectQpError, CreateQpError, DeviceLimits, Fabric, FabricError, FabricQp, HwCounters, Nic, PostError,
     QpCaps, QpPath, RecvSlab, SendSlab, SendWr, SlabSizes, Wc, bulk::WindowSupport,
 };
 
@@ -50,6 +50,7 @@ pub(super) struct Device {
     pub(super) windows: WindowSupport,
     slabs: SlabSizes,
     port: PortIdentity,
+    numa_node: Option<u16>,
 }
 
 impl SimFabric {
@@ -72,6 +73,7 @@ impl SimFabric {
             windows: WindowSupport::judge(config.windows, true, config.max_windows, true),
             slabs: config.slabs,
             port,
+            numa_node: config.numa_node,
         };
         Self { device: Arc::new(device), net: SimNet::new(world, addr) }
     }
@@ -150,6 +152,10 @@ impl Fabric for SimFabric {
 
     fn path_reason(&self) -> String {
         format!("sim{} port 1 gid {}: the only one of this simulated host", self.device.host.0, self.device.port.gid)
+    }
+
+    fn nic(&self) -> Nic {
+        Nic { name: format!("sim{}", self.device.host.0), numa_node: self.device.numa_node }
     }
 
     fn hw_counters(&self) -> HwCounters {

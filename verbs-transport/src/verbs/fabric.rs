@@ -28,8 +28,8 @@ use super::{
     sysfs, wc,
 };
 use crate::fabric::{
-    AsyncEvent, CreateQpError, DeviceLimits, Fabric, FabricError, HwCounters, PostError, QpCaps, RecvSlab, SendSlab,
-    SlabSizes, Wc, bulk::WindowSupport,
+    AsyncEvent, CreateQpError, DeviceLimits, Fabric, FabricError, HwCounters, Nic, PostError, QpCaps, RecvSlab,
+    SendSlab, SlabSizes, Wc, bulk::WindowSupport,
 };
 
 /// A device's port with one PD, one CQ and its channel, one SRQ, and one MR each for receive and send slabs.
@@ -221,6 +221,11 @@ impl<N: Net> Fabric for DeviceFabric<N> {
     fn path_reason(&self) -> String {
         let (reason, now) = (&self.shared.reason, self.shared.port().gid_index);
         if now == self.shared.chosen_index { reason.clone() } else { format!("{reason}; now at gid_index {now}") }
+    }
+
+    fn nic(&self) -> Nic {
+        let name = self.device_name().to_owned();
+        Nic { numa_node: sysfs::numa_node(&name), name }
     }
 
     fn hw_counters(&self) -> HwCounters {

@@ -34,11 +34,15 @@ pub(super) fn netdev(device: &str, port: u8, gid_index: u8) -> (Netdev, Option<S
     }
 }
 
+/// The NUMA node that the device hangs off.
+pub(super) fn numa_node(device: &str) -> Option<u16> {
+    let node = fs::read_to_string(Path::new("/sys/class/infiniband").join(device).join("device/numa_node")).ok()?;
+    node.trim().parse().ok() // -1 is "none"
+}
+
 /// Whether the device hangs off the NUMA node that this thread runs on.
 pub(super) fn same_numa_node(device: &str) -> Option<bool> {
-    let of_device =
-        fs::read_to_string(Path::new("/sys/class/infiniband").join(device).join("device/numa_node")).ok()?;
-    let of_device: u32 = of_device.trim().parse().ok()?; // -1 is "none"
+    let of_device = numa_node(device)?;
     let cpu = rustix::thread::sched_getcpu();
     Some(Path::new(&format!("/sys/devices/system/cpu/cpu{cpu}/node{of_device}")).exists())
 }

@@ -10,15 +10,14 @@ use std::time::Duration;
 
 use super::super::config::RailChoice as Mode;
 
-/// How far a path leads from the NIC to the memory, or to the peer's NIC.
+/// How far a path leads: from the memory to our NIC, and from it to the peer's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) enum Distance {
-    /// The same side of both hosts.
+    /// Our NIC is on the engine's NUMA node, as far as is known, and the peer's is its partner.
     Near,
-    /// Across.
+    /// One of the two is not so.
     Far,
-    /// As far as it gets.
-    #[cfg_attr(not(test), expect(dead_code, reason = "the fabric tells nothing of NUMA nodes yet"))]
+    /// Neither.
     Farthest,
 }
 
@@ -62,6 +61,15 @@ pub(crate) struct Chooser {
 }
 
 impl Distance {
+    /// Across NUMA nodes of ours, and across from one side of the network to the other.
+    pub(crate) const fn of(remote: bool, across: bool) -> Self {
+        match (remote, across) {
+            (false, false) => Self::Near,
+            (true, true) => Self::Farthest,
+            _ => Self::Far,
+        }
+    }
+
     /// What a score is multiplied with.
     const fn penalty(self) -> u128 {
         match self {
