@@ -205,7 +205,12 @@ fn a_segment_tells_name_and_ranges_and_hides_what_is_local() {
     for opener in [&other, &source] {
         let segment = opener.open_segment(source.endpoint(), source.epoch(), LONG).expect("it listens");
         assert_eq!((segment.name().as_str(), segment.kind()), ("cache 7, näher", SegmentKind::Memory));
-        assert_eq!(segment.devices(), [], "over TCP alone");
+        // The suites over RDMA run this, too.
+        let devices = segment.devices();
+        assert!(
+            devices.len() <= 1
+                && devices == source.open_segment(source.endpoint(), source.epoch(), LONG).expect("itself").devices()
+        );
         let [RemoteRegion { address, length, permission, location, .. }] = segment.regions()[..] else { panic!() };
         assert_eq!((address, length), (shown.address(), 4096));
         assert_eq!((permission, location), (Permission::RemoteRead, Location::Host));
