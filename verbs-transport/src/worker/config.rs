@@ -77,7 +77,8 @@ pub struct Config {
     /// `docs/performance.md`.
     pub pack_waiting: bool,
     /// Bytes received but not yet taken by the application, over all peers: 64 KiB and more, default 64 MiB. Above it
-    /// credits are held back, so that senders feel it.
+    /// credits are held back, so that senders feel it: what they may still send, up to two windows of slabs a peer, comes on
+    /// top.
     pub inbound_max_bytes: usize,
     /// Zero-copy receive on the streams: slabs that may be with the application at a time, in frames that it has not
     /// dropped, over all peers and a quarter of its window for each peer; beyond that frames are copied. 0 to a quarter
