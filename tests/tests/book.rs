@@ -96,7 +96,7 @@ fn marks_are_what_stays_the_same() {
 fn every_test_that_the_scenarios_name_is_there() {
     let root = workspace();
     let mut files = Vec::new();
-    for part in ["bootstrap", "verbs-transport/src", "tests/src", "tests/tests"] {
+    for part in ["bootstrap", "verbs-transport/src", "engine/src", "engine/tests", "tests/src", "tests/tests"] {
         sources(&root.join(part), &mut files);
     }
     let code: String = files.iter().map(|file| fs::read_to_string(file).expect("a source")).collect();
