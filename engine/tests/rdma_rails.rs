@@ -392,7 +392,7 @@ fn an_engine_takes_one_to_sixteen_devices() {
 fn a_pair_that_hangs_is_given_up_and_the_next_one_carries_the_request() {
     let world = SimConfig { faults: Faults { port_down_hangs: 1.0, ..Faults::none() }, ..SimConfig::default() };
     let stall_deadline = Duration::from_millis(300);
-    let config = RdmaConfig { stall_deadline, chunk_bytes: 64 << 10, window: 1, ..rdma(RailChoice::Score) };
+    let config = RdmaConfig { stall_deadline, ..rdma(RailChoice::Score) };
     let rig = Rig::within(world, &[slow(2 << 20); 2], &[slow(2 << 20); 2], &config);
     let bytes = pattern(BYTES, 7);
     rig.served.write(0, &bytes).expect("in range");
