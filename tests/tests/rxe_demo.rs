@@ -72,7 +72,9 @@ fn the_demos_json_holds_what_was_measured() {
     for side in ["first", "second"] {
         let counts = &report["counts"][side];
         assert_eq!((&counts["rnr"], &counts["epochs"], &counts["failed"]), (&0.into(), &1.into(), &0.into()), "{end}");
-        assert!(number(&counts["credits_received"]) > 2000.0, "{end}");
+        // Each SEND took a credit, which came back but for the last window; messages that had to wait shared them.
+        let sends: f64 = ["sends_inline", "sends_copied", "sends_packed"].iter().map(|way| number(&counts[*way])).sum();
+        assert!(sends > 64.0 && number(&counts["credits_received"]) >= sends - 64.0, "{end}");
     }
     // 2000 each way, 250 round trips, 7 sizes, and the few that hold it together.
     assert!(number(&report["messages_checked"]) > 4_500.0, "{end}");

@@ -90,6 +90,7 @@ pub(crate) struct SideCounts {
     pub(crate) frames_sent: u64,
     pub(crate) sends_inline: u64,
     pub(crate) sends_copied: u64,
+    pub(crate) sends_packed: u64,
     pub(crate) credits_received: u64,
     pub(crate) pure_grants_sent: u64,
     pub(crate) pure_grants_received: u64,
@@ -165,6 +166,7 @@ impl SideCounts {
             frames_sent: stats.sent.total(),
             sends_inline: stats.links.sends_inline,
             sends_copied: stats.links.sends_copied,
+            sends_packed: stats.links.sends_packed,
             credits_received: stats.links.credits_received,
             pure_grants_sent: stats.links.pure_grants,
             pure_grants_received: stats.links.pure_grants_received,
@@ -293,6 +295,7 @@ impl Printer {
         row("messages sent", |side| side.frames_sent);
         row("SENDs inline", |side| side.sends_inline);
         row("SENDs out of a slab", |side| side.sends_copied);
+        row("SENDs of several messages", |side| side.sends_packed);
         row("credits given back by the peer", |side| side.credits_received);
         row("pure grants sent", |side| side.pure_grants_sent);
         row("pure grants received", |side| side.pure_grants_received);
